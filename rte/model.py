@@ -1,0 +1,403 @@
+"""What a node is and what of it is in use: frozen values, no I/O, no decisions.
+
+Every other module speaks in these words. A value that exists is complete and sorted, so that
+"did anything change" is `!=`. `None` means that the machine does not say; -1 and "" do not occur.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import NewType
+
+PciAddress = NewType("PciAddress", str)
+"""The kernel's spelling: lower case, a domain of four or more digits (`0000:3b:00.0`)."""
+NumaId = NewType("NumaId", int)
+"""The kernel's NUMA node id, as in /sys/devices/system/node/node<id>; ids may be sparse."""
+CpuId = NewType("CpuId", int)
+"""The kernel's logical CPU number."""
+DeviceId = NewType("DeviceId", str)
+"""What the kubelet calls a device: a GPU's or MIG slice's UUID, or `<uuid>::<n>` for a replica."""
+
+_PCI = re.compile(r"([0-9a-fA-F]{4,8}):([0-9a-fA-F]{2}):([0-9a-fA-F]{2})\.([0-7])")
+
+NVIDIA_VENDOR = 0x10DE
+
+
+def pci_address(text: str) -> PciAddress:
+    """The kernel's spelling of a PCI address, from sysfs's or NVML's (`00000000:3B:00.0`).
+
+    Raises ValueError for anything else. Domains keep all digits that are not leading zeros:
+    Hyper-V and VMD have domains of more than 16 bits.
+    """
+    match = _PCI.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"not a PCI address: {text!r} (expected DDDD:BB:DD.F)")
+    domain, bus, device, function = match.groups()
+    return PciAddress(f"{int(domain, 16):04x}:{bus}:{device}.{function}".lower())
+
+
+def pci_order(address: PciAddress) -> tuple[int, int, int, int]:
+    """The sort key that puts addresses in numerical order; as text `10000:…` precedes `ffff:…`."""
+    domain, bus, rest = address.split(":")
+    device, function = rest.split(".")
+    return int(domain, 16), int(bus, 16), int(device, 16), int(function)
+
+
+class NumaSource(StrEnum):
+    """Where a device's NUMA node was learnt. Only sysfs and an override are facts."""
+
+    SYSFS = "sysfs"
+    OVERRIDE = "override"
+    PARENT = "parent"
+    """A bridge above the device has a node of its own."""
+    LOCAL_CPUS = "local_cpulist"
+    """All CPUs that the kernel calls local lie in one node, and they are not all CPUs."""
+    NVML = "nvml"
+    """NVML's memory affinity names one node with CPUs."""
+
+
+class Level(IntEnum):
+    """How far apart two PCI functions are, nearer is greater. Names are NVML's and nvidia-smi's."""
+
+    UNKNOWN = 0
+    """Not readable, or peer-to-peer reads between the two are not possible."""
+    SYS = 1
+    """Across NUMA nodes."""
+    NODE = 2
+    """Different host bridges of one NUMA node."""
+    PHB = 3
+    """One host bridge."""
+    PXB = 4
+    """Several PCIe switches, no host bridge."""
+    PIX = 5
+    """One PCIe switch (or one board)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumaNode:
+    """One online NUMA node, from /sys/devices/system/node/node<id>."""
+
+    id: NumaId
+    cpus: tuple[CpuId, ...]  # ascending; empty for a node that has only memory
+    memory_bytes: int | None = None  # MemTotal of meminfo
+    huge_pages: Mapping[int, int] = field(default_factory=dict)
+    """Page size in bytes → number of pages, for each size the kernel has, zero counts included."""
+    distance: Mapping[NumaId, int] = field(default_factory=dict)
+    """ACPI SLIT distance to each online node; 10 is local."""
+    gpu: PciAddress | None = None
+    """The GPU whose memory this node is (Grace, POWER9 with NVLink), or None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PciLink:
+    """A PCIe link as the slower of its two ends can run it (max_link_*, which idling leaves)."""
+
+    gigatransfers: float  # GT/s per lane: 2.5, 5, 8, 16, 32, 64
+    width: int  # lanes
+
+    @property
+    def megabytes_per_s(self) -> int:
+        """Payload bandwidth one way, in MB/s after line encoding (8b/10b, from Gen3 128b/130b)."""
+        encoding = 0.8 if self.gigatransfers <= 5 else 128 / 130
+        return int(self.gigatransfers * 1000 * self.width * encoding / 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PciDevice:
+    """One PCI function, from /sys/bus/pci/devices/<address>."""
+
+    address: PciAddress
+    root: str  # the root complex it hangs from, as in /sys/devices: pci0000:00
+    parent: PciAddress | None = None  # the bridge above; None below the root complex itself
+    vendor: int
+    device: int
+    class_code: int  # 24 bits: class, subclass, programming interface (0x060400 is a bridge)
+    numa: NumaId | None = None
+    numa_from: NumaSource | None = None  # None exactly where numa is
+    link: PciLink | None = None  # towards the root; None where the function has no PCIe link
+    driver: str | None = None  # the bound kernel driver
+    physical_function: PciAddress | None = None  # of an SR-IOV virtual function
+
+    @property
+    def is_bridge(self) -> bool:
+        return self.class_code >> 8 == 0x0604
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether this is an NVIDIA display or 3D controller."""
+        return self.vendor == NVIDIA_VENDOR and self.class_code >> 8 in (0x0300, 0x0302)
+
+    @property
+    def is_nvswitch(self) -> bool:
+        return self.vendor == NVIDIA_VENDOR and self.class_code >> 8 == 0x0680
+
+
+class LinkPeer(StrEnum):
+    """What is at the other end of an NVLink."""
+
+    GPU = "gpu"
+    SWITCH = "switch"
+    CPU = "cpu"
+    """POWER's NPU, or Grace by C2C."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvLinkEnd:
+    """The active lanes that one GPU reports towards one other end."""
+
+    peer: LinkPeer
+    remote: PciAddress | None = None
+    """The GPU (always known) or the NVSwitch (None where it is hidden: VMs, NVLink 5)."""
+    lanes: int
+    lane_megabytes_per_s: int  # one way
+
+
+class FabricState(StrEnum):
+    """NVML's nvmlGpuFabricState_t."""
+
+    NOT_SUPPORTED = "not supported"
+    NOT_STARTED = "not started"
+    IN_PROGRESS = "in progress"
+    COMPLETED = "completed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """What a GPU says of the NVLink fabric it is part of."""
+
+    state: FabricState
+    cluster: str | None = None  # UUID, lower case with dashes; None when all zero or absent
+    clique: int | None = None
+    healthy: bool | None = None  # NVML's health summary; None where the driver has none
+    status: int = 0  # NVML return code of the probe; it counts only when completed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigSlice:
+    """One MIG device: a compute instance of a GPU instance."""
+
+    id: DeviceId
+    profile: str  # NVIDIA's name: 1g.10gb, 1c.3g.40gb, 1g.10gb+me
+    memory_bytes: int
+    gpu_instance: int
+    compute_instance: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One NVIDIA GPU of the PCI tree. It has no NUMA node of its own: its PCI function has."""
+
+    number: int
+    """Position among the NVIDIA GPU functions in PCI order, lost ones counted: `gpu-<number>`."""
+    pci: PciAddress
+    uuid: DeviceId | None = None  # None when NVML cannot say (lost, driver does not own it)
+    lost: str | None = None  # why NVML cannot talk to it; None for a GPU that answers
+    product: str | None = None
+    memory_bytes: int | None = None
+    minor: int | None = None  # of /dev/nvidia<minor>
+    module: int | None = None  # NVML's module id: the position on an HGX board
+    index: int | None = None  # NVML's index in this boot, which CUDA and nvidia-smi use
+    links: tuple[NvLinkEnd, ...] = ()  # sorted by peer and remote
+    links_down: int = 0  # lanes that exist and are not active
+    fabric: Fabric | None = None
+    mig_enabled: bool = False
+    slices: tuple[MigSlice, ...] = ()  # sorted by GPU instance, compute instance
+    memory_node: NumaId | None = None  # the NUMA node that is this GPU's memory, not its locality
+
+    @property
+    def name(self) -> str:
+        return f"gpu-{self.number}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nic:
+    """One network or InfiniBand function, found by PCI class or as a device without PCI."""
+
+    pci: PciAddress | None = None  # None: virtual (bond, netvsc, software RDMA)
+    netdevs: tuple[str, ...] = ()  # empty when moved to another network namespace
+    rdma: tuple[str, ...] = ()  # names below /sys/class/infiniband
+    rate_megabits_per_s: int | None = None  # of the fastest port
+    up: bool | None = None  # any port active or carrier present
+    physical_function: PciAddress | None = None  # of an SR-IOV virtual function
+    virtual_functions: int = 0  # enabled ones of a physical function
+    members: tuple[str, ...] = ()  # of a bond: netdevs
+    kind: str = "pci"  # pci, bond, netvsc, rdma (software) or virtual
+    numa: NumaId | None = None  # for a NIC without PCI whose members agree
+
+    @property
+    def name(self) -> str:
+        """The name people know: RDMA device, else network device, else PCI address."""
+        return (self.rdma or self.netdevs or (self.pci or "nic",))[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The hardware of one node. Equal when nothing changed."""
+
+    numa_nodes: tuple[NumaNode, ...]  # by id
+    pci: tuple[PciDevice, ...] = ()  # in PCI order
+    gpus: tuple[Gpu, ...] = ()  # by number
+    nics: tuple[Nic, ...] = ()  # in PCI order, those without PCI last, by name
+    levels: Mapping[tuple[PciAddress, PciAddress], Level] = field(default_factory=dict)
+    """What the source itself says of two GPUs (NVML's common ancestor), a direction each.
+    Absent pairs are computed from the PCI tree."""
+    peer_reads: Mapping[tuple[PciAddress, PciAddress], bool] = field(default_factory=dict)
+    """NVML's P2P read status, a direction each; absent pairs were not asked."""
+    driver: str | None = None  # NVIDIA driver version
+    unknown: tuple[str, ...] = ()  # what this source cannot say, in words, for people
+
+    def device(self, address: PciAddress) -> PciDevice | None:
+        """The PCI function at an address; builds no index, for tables use a dict."""
+        return next((d for d in self.pci if d.address == address), None)
+
+    def numa_of(self, address: PciAddress) -> NumaId | None:
+        found = self.device(address)
+        return found.numa if found else None
+
+
+# What of it is in use
+
+
+class TopologyManagerPolicy(StrEnum):
+    NONE = "none"
+    BEST_EFFORT = "best-effort"
+    RESTRICTED = "restricted"
+    SINGLE_NUMA_NODE = "single-numa-node"
+
+
+class Scope(StrEnum):
+    CONTAINER = "container"
+    POD = "pod"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The part of the kubelet's configuration that decides placement."""
+
+    topology_manager: TopologyManagerPolicy = TopologyManagerPolicy.NONE
+    scope: Scope = Scope.CONTAINER
+    max_numa_nodes: int | None = None  # the max-allowable-numa-nodes option; None: the default, 8
+    cpu_manager: str = "none"  # none or static
+    cpu_manager_options: Mapping[str, str] = field(default_factory=dict)
+    memory_manager: str = "None"  # None or Static
+    reserved_cpus: tuple[CpuId, ...] = ()  # reservedSystemCPUs
+    reserved_memory: Mapping[NumaId, Mapping[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class PodName:
+    namespace: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUse:
+    """One device that PodResources lists, with all of its NUMA nodes."""
+
+    resource: str
+    id: DeviceId
+    numa: tuple[NumaId, ...] = ()  # ascending; empty when the kubelet knows none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryBlock:
+    """Memory that the Memory Manager binds; a block of several nodes belongs to their group."""
+
+    type: str  # memory or hugepages-<size>
+    size_bytes: int
+    numa: tuple[NumaId, ...]  # ascending
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerUse:
+    """What the kubelet has handed out to one container."""
+
+    name: str
+    devices: tuple[DeviceUse, ...] = ()  # by resource, id
+    cpus: tuple[CpuId, ...] = ()  # exclusive ones, ascending
+    memory: tuple[MemoryBlock, ...] = ()
+    claims: tuple[str, ...] = ()  # DRA: driver/pool/device of each claimed device, and CDI names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodUse:
+    """What the kubelet has handed out to one pod; a pod that holds nothing is listed too."""
+
+    pod: PodName
+    containers: tuple[ContainerUse, ...] = ()  # in the kubelet's order
+    cpus: tuple[CpuId, ...] = ()  # pod-level, from PodResources' newer fields
+    memory: tuple[MemoryBlock, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """PodResources List: all pods the kubelet runs, by name."""
+
+    pods: tuple[PodUse, ...] = ()
+
+    def device_ids(self) -> Mapping[str, frozenset[DeviceId]]:
+        """The ids in use, by resource name."""
+        held: dict[str, set[DeviceId]] = {}
+        for pod in self.pods:
+            for container in pod.containers:
+                for device in container.devices:
+                    held.setdefault(device.resource, set()).add(device.id)
+        return {resource: frozenset(ids) for resource, ids in held.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocatable:
+    """PodResources GetAllocatableResources: what the kubelet could hand out, used or not."""
+
+    devices: tuple[DeviceUse, ...] = ()  # healthy ones, by resource, id
+    cpus: tuple[CpuId, ...] = ()
+    memory: tuple[MemoryBlock, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodFacts:
+    """What PodResources does not say about a pod of this node, from the pods API or a watch."""
+
+    pod: PodName
+    phase: str
+    qos: str  # Guaranteed, Burstable, BestEffort
+    requests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Container name (restartable init containers included) → resource → quantity."""
+
+
+class FaultClass(StrEnum):
+    WITHHOLD = "withhold"
+    """Advertised as Unhealthy: work given to it would fail."""
+    DEGRADED = "degraded"
+    """Advertised; ranked last where it matters."""
+    INFO = "info"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """Why a device is not as it should be."""
+
+    severity: FaultClass
+    reason: str  # one word or phrase for metrics and attributes: lost, xid-79, fabric-in-progress
+    detail: str = ""  # a sentence for people
+
+
+Faults = Mapping[PciAddress, tuple[Fault, ...]]
+"""By GPU. Absent is healthy; a fault that ends is an entry that disappears."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One look at the node: all that a publication depends on."""
+
+    machine: Machine
+    usage: Usage
+    allocatable: Allocatable
+    policy: Policy | None  # None: the kubelet's configuration could not be read
+    node_allocatable: Mapping[str, int] = field(default_factory=dict)
+    """status.allocatable of the own Node in base units (cores, bytes); empty when not read."""
+    pods: tuple[PodFacts, ...] | None = None  # None: nobody told, the PodResources rule is used
+    faults: Faults = field(default_factory=dict)
