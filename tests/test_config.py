@@ -1,0 +1,145 @@
+"""Each error names its source and dotted key; later sources win."""
+
+from pathlib import Path
+
+import pytest
+
+from rte.config import Config, ConfigError, Duration, dump, load, options, type_name
+
+
+def config(tmp_path: Path, text: str, **sources: dict[str, str]) -> Config:
+    file = tmp_path / "rte.yaml"
+    file.write_text(text)
+    return load(file=file, environ=sources.get("environ", {}), flags=sources.get("flags"))
+
+
+def test_nothing_said_is_the_default() -> None:
+    assert load(environ={}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "flags", "expected"),
+    [
+        pytest.param("", {}, {}, "gpu", id="default"),
+        pytest.param("nrt: {detail: node}", {}, {}, "node", id="file"),
+        pytest.param("nrt: {detail: node}", {}, {"nrt.detail": "full"}, "full", id="flag wins"),
+    ],
+)
+def test_later_sources_win(
+    tmp_path: Path, text: str, environ: dict[str, str], flags: dict[str, str], expected: str
+) -> None:
+    assert config(tmp_path, text, environ=environ, flags=flags).nrt.detail == expected
+
+
+def test_the_environment_wins_over_the_file_and_the_flag_over_both(tmp_path: Path) -> None:
+    text, environ = "devices: {migStrategy: mixed}", {"MIG_STRATEGY": "single"}
+    assert config(tmp_path, text, environ=environ).devices.mig_strategy == "single"
+    flags = {"devices.migStrategy": "none"}
+    assert config(tmp_path, text, environ=environ, flags=flags).devices.mig_strategy == "none"
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "problem"),
+    [
+        pytest.param("nrt: {ecko: 3}", "nrt.ecko", "did you mean nrt.echo?", id="misspelt"),
+        pytest.param("nrt: {echo: soon}", "nrt.echo", "1h30m, got 'soon'", id="no duration"),
+        pytest.param("nrt: {echo: -1}", "nrt.echo", "at least 0", id="negative duration"),
+        pytest.param("nrt: {echo: .inf}", "nrt.echo", "finite", id="endless duration"),
+        pytest.param("http: {port: 70000}", "http.port", "65535", id="no port"),
+        pytest.param("http: {port: '80'}", "http.port", "an integer", id="text for a number"),
+        pytest.param("nrt: {detail: all}", "nrt.detail", "one of node, gpu, full", id="no choice"),
+        pytest.param("nrt: 3", "nrt", "Expected `object`", id="number for a section"),
+        pytest.param("[1]", "", "must hold a mapping", id="list for the whole"),
+        pytest.param("a: b: c", "", "is not YAML", id="not YAML"),
+        pytest.param(
+            "numa: {overrides: {'3b:00.0': 1}}", "numa.overrides", "'3b:00.0'", id="no domain"
+        ),
+        pytest.param(
+            "groups: {names: {ring-0: [x]}}", "groups.names.ring-0", "'x'", id="group of nothing"
+        ),
+        pytest.param(
+            "devices: {withhold: [{}]}", "devices.withhold[0]", "either id or pci", id="who?"
+        ),
+        pytest.param(
+            "devices: {deviceListStrategy: []}",
+            "devices.deviceListStrategy",
+            "at least one",
+            id="no strategy",
+        ),
+    ],
+)
+def test_an_error_names_file_key_and_what_was_expected(
+    tmp_path: Path, text: str, key: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(tmp_path, text)
+    assert caught.value.key == key
+    assert problem in str(caught.value)
+    assert "rte.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "words"),
+    [
+        pytest.param(
+            {"DEVICE_LIST_STRATEGY": "envvar,cdi"},
+            {},
+            ["environment variable DEVICE_LIST_STRATEGY", "'cdi'", "cdi-annotations"],
+            id="variable",
+        ),
+        pytest.param(
+            {}, {"http.port": "http"}, ["flag --metrics-port", "http.port", "integer"], id="flag"
+        ),
+    ],
+)
+def test_an_error_names_the_variable_or_flag(
+    environ: dict[str, str], flags: dict[str, str], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(environ=environ, flags=flags)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read: No such file"):
+        load(file=tmp_path / "absent.yaml", environ={})
+
+
+def test_peers_variables_are_understood() -> None:
+    environ = {
+        "DEVICE_LIST_STRATEGY": "envvar, cdi-cri",
+        "PASS_DEVICE_SPECS": "true",
+        "NODE_NAME": "n1",
+        "TOPOLOGY_MANAGER_POLICY": "restricted",
+    }
+    got = load(environ=environ)
+    assert got.devices.device_list_strategy == ("envvar", "cdi-cri")
+    assert got.devices.pass_device_specs is True
+    assert got.node_name == "n1"
+    assert got.kubelet.topology_manager_policy == "restricted"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("250ms", 0.25), ("90s", 90), ("1h30m", 5400), (7, 7), ("7", 7), (0, 0), ("1.5s", 1.5)],
+)
+def test_durations(text: object, seconds: float) -> None:
+    assert Duration.parse(text) == seconds
+
+
+def test_a_dump_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
+    first = config(tmp_path, "nrt: {echo: 250ms, exclude: [a/b]}\ndevices: {migStrategy: mixed}")
+    assert config(tmp_path, dump(first)) == first
+
+
+def test_every_option_is_described_once() -> None:
+    keys = [option.key for option in options()]
+    assert len(keys) == len(set(keys))
+    flags = [option.flag for option in options() if option.flag]
+    assert len(flags) == len(set(flags))
+    variables = [option.env for option in options() if option.env]
+    assert len(variables) == len(set(variables))
+    for option in options():
+        assert option.description.endswith("."), option.key
+        assert type_name(option) != "object", option.key
