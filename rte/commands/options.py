@@ -1,0 +1,40 @@
+"""The configuration as command-line options, for the commands that take it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from rte.config import Config, load, options, type_name
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """--config and a flag for each option that has one."""
+    parser.add_argument(
+        "--config",
+        "--config-file",
+        metavar="FILE",
+        default=os.environ.get("RTE_CONFIG") or os.environ.get("CONFIG_FILE"),
+        help="configuration file (YAML); also RTE_CONFIG",
+    )
+    for option in options():
+        if option.flag is None:
+            continue
+        # A boolean flag alone means true, as in the peers' manifests.
+        optional = {"nargs": "?", "const": "true"} if type_name(option) == "boolean" else {}
+        parser.add_argument(
+            option.flag,
+            dest=option.key,
+            metavar="BOOL" if optional else "VALUE",
+            default=argparse.SUPPRESS,
+            help=f"{option.description} ({option.key})".replace("%", "%%"),
+            **optional,  # type: ignore[arg-type]
+        )
+
+
+def configuration(args: argparse.Namespace) -> Config:
+    """The effective configuration; raises ConfigError."""
+    given = vars(args)
+    flags = {option.key: given[option.key] for option in options() if option.key in given}
+    return load(file=Path(args.config) if args.config else None, flags=flags)
