@@ -76,6 +76,54 @@ class Level(IntEnum):
     """One PCIe switch (or one board)."""
 
 
+_QUANTITY = re.compile(
+    r"([+-]?)([0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE]([+-]?[0-9]{1,3})|([KMGTPE]i|[numkMGTPE]))?"
+)
+_SCALE: Mapping[str | None, tuple[int, int]] = {  # suffix → times, divided by
+    None: (1, 1),
+    "n": (1, 10**9),
+    "u": (1, 10**6),
+    "m": (1, 10**3),
+    "k": (10**3, 1),
+    "M": (10**6, 1),
+    "G": (10**9, 1),
+    "T": (10**12, 1),
+    "P": (10**15, 1),
+    "E": (10**18, 1),
+    "Ki": (2**10, 1),
+    "Mi": (2**20, 1),
+    "Gi": (2**30, 1),
+    "Ti": (2**40, 1),
+    "Pi": (2**50, 1),
+    "Ei": (2**60, 1),
+}
+
+
+def thousandths(quantity: str) -> int:
+    """A Kubernetes quantity (`1500m`, `64Gi`, `2e3`) in thousandths, rounded away from zero.
+
+    Rounding is apimachinery's (MilliValue). Raises ValueError for what is no quantity.
+    """
+    match = _QUANTITY.fullmatch(quantity)
+    if match is None:
+        raise ValueError(
+            f"not a quantity: {quantity!r} (expected a number such as 2, 500m or 64Gi)"
+        )
+    sign, number, exponent, suffix = match.groups()
+    whole, _, fraction = number.partition(".")
+    times, divided = _SCALE[suffix]
+    power = int(exponent or 0) - len(fraction)
+    value = int(whole + fraction) * times * 1000 * 10 ** max(power, 0)
+    milli: int = -(-value // (divided * 10 ** max(-power, 0)))
+    return -milli if sign == "-" else milli
+
+
+def base_units(quantity: str) -> int:
+    """A Kubernetes quantity in whole units (cores, bytes, devices), rounded away from zero."""
+    milli = thousandths(quantity)
+    return -(-milli // 1000) if milli >= 0 else milli // 1000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumaNode:
     """One online NUMA node, from /sys/devices/system/node/node<id>."""
