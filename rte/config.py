@@ -355,7 +355,11 @@ class Config(Section, frozen=True, kw_only=True):
     ] = "info"
     driver: Annotated[
         Literal["injected", "mounted"],
-        opt("How NVML reaches this pod: by the NVIDIA runtime, or by mounts of the driver root."),
+        opt(
+            "How NVML reaches this pod: by the NVIDIA runtime, or by mounts of the driver root.",
+            env="RTE_DRIVER",
+            flag="--driver",
+        ),
     ] = "injected"
     host: Host = Host()
     kubelet: Kubelet = Kubelet()
