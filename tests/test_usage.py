@@ -1,0 +1,301 @@
+"""PodResources as values, over a real socket and real messages."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from rte.kubelet import usage
+from rte.kubelet.api import podresources_pb2 as api
+from rte.kubelet.api import podresources_pb2_grpc as rpc
+from rte.model import (
+    CpuId,
+    DeviceId,
+    DeviceUse,
+    Gpu,
+    Machine,
+    MemoryBlock,
+    MigSlice,
+    NumaId,
+    PciAddress,
+    PodName,
+)
+
+
+class Kubelet(rpc.PodResourcesListerServicer):
+    """A PodResources socket that answers what it is given and refuses the first calls."""
+
+    def __init__(self, socket: Path, *, refuse: int = 0) -> None:
+        self.pods: list[api.PodResources] = []
+        self.allocatable = api.AllocatableResourcesResponse()
+        self.refuse = refuse
+        self.calls = 0
+        self.release = threading.Event()
+        self.release.set()
+        self.pool = ThreadPoolExecutor(4)
+        self.server = grpc.server(self.pool)
+        rpc.add_PodResourcesListerServicer_to_server(self, self.server)
+        self.server.add_insecure_port(f"unix:{socket}")
+        self.server.start()
+
+    def List(self, request: Any, context: grpc.ServicerContext) -> api.ListPodResourcesResponse:
+        self.calls += 1
+        if self.calls <= self.refuse:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
+        self.release.wait(10)
+        return api.ListPodResourcesResponse(pod_resources=self.pods)
+
+    def GetAllocatableResources(
+        self, request: Any, context: grpc.ServicerContext
+    ) -> api.AllocatableResourcesResponse:
+        return self.allocatable
+
+    def stop(self) -> None:
+        self.release.set()
+        self.server.stop(0).wait()
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> Path:
+    return tmp_path / "kubelet.sock"
+
+
+@pytest.fixture
+def kubelet(socket: Path) -> Iterator[Kubelet]:
+    kubelet = Kubelet(socket)
+    yield kubelet
+    kubelet.stop()
+
+
+@pytest.fixture
+def channel(socket: Path) -> Iterator[grpc.Channel]:
+    with usage.channel(socket) as channel:
+        yield channel
+
+
+def entry(resource: str, ids: list[str], *numa: int) -> api.ContainerDevices:
+    nodes = [api.NUMANode(ID=node) for node in numa]
+    topology = api.TopologyInfo(nodes=nodes) if numa else None
+    return api.ContainerDevices(resource_name=resource, device_ids=ids, topology=topology)
+
+
+def test_a_device_with_an_entry_for_each_numa_node_is_one_device(
+    kubelet: Kubelet, channel: grpc.Channel
+) -> None:
+    kubelet.pods = [
+        api.PodResources(
+            namespace="a",
+            name="p",
+            containers=[
+                api.ContainerResources(
+                    name="c",
+                    devices=[
+                        entry("nvidia.com/gpu", ["GPU-b", "GPU-a"], 1),
+                        entry("nvidia.com/gpu", ["GPU-a"], 0),
+                        entry("example.com/nic", ["GPU-a"]),
+                    ],
+                )
+            ],
+        )
+    ]
+    (pod,) = usage.read_usage(channel, 5).pods
+    assert pod.containers[0].devices == (
+        DeviceUse(resource="example.com/nic", id=DeviceId("GPU-a")),
+        DeviceUse(resource="nvidia.com/gpu", id=DeviceId("GPU-a"), numa=(NumaId(0), NumaId(1))),
+        DeviceUse(resource="nvidia.com/gpu", id=DeviceId("GPU-b"), numa=(NumaId(1),)),
+    )
+
+
+def test_everything_else_of_a_pod_is_read_and_sorted(
+    kubelet: Kubelet, channel: grpc.Channel
+) -> None:
+    two_nodes = api.TopologyInfo(nodes=[api.NUMANode(ID=1), api.NUMANode(ID=0)])
+    memory = api.ContainerMemory(memory_type="memory", size=1 << 33, topology=two_nodes)
+    claim = api.DynamicResource(
+        claim_name="x",
+        claim_resources=[
+            api.ClaimResource(
+                driver_name="gpu.nvidia.com",
+                pool_name="n1",
+                device_name="gpu-0",
+                cdi_devices=[api.CDIDevice(name="k8s.gpu.nvidia.com/claim=1")],
+            )
+        ],
+    )
+    kubelet.pods = [
+        api.PodResources(namespace="b", name="idle"),
+        api.PodResources(
+            namespace="a",
+            name="busy",
+            cpu_ids=[3, 2],
+            memory=[memory],
+            containers=[
+                api.ContainerResources(
+                    name="z", cpu_ids=[17, 1], memory=[memory], dynamic_resources=[claim]
+                ),
+                api.ContainerResources(name="a"),
+            ],
+        ),
+    ]
+    busy, idle = usage.read_usage(channel, 5).pods
+    block = MemoryBlock(type="memory", size_bytes=1 << 33, numa=(NumaId(0), NumaId(1)))
+    assert idle.pod == PodName(namespace="b", name="idle")
+    assert idle.containers == ()
+    assert busy.cpus == (CpuId(2), CpuId(3))
+    assert busy.memory == (block,)
+    assert [c.name for c in busy.containers] == ["z", "a"]
+    assert busy.containers[0].cpus == (CpuId(1), CpuId(17))
+    assert busy.containers[0].memory == (block,)
+    assert busy.containers[0].claims == (
+        "gpu.nvidia.com/n1/gpu-0",
+        "k8s.gpu.nvidia.com/claim=1",
+    )
+
+
+def test_allocatable_devices_cpus_and_memory(kubelet: Kubelet, channel: grpc.Channel) -> None:
+    kubelet.allocatable = api.AllocatableResourcesResponse(
+        devices=[entry("nvidia.com/gpu", ["GPU-a"], 1), entry("nvidia.com/gpu", ["GPU-a"], 0)],
+        cpu_ids=[1, 0],
+        memory=[
+            api.ContainerMemory(
+                memory_type="hugepages-1Gi",
+                size=1 << 30,
+                topology=api.TopologyInfo(nodes=[api.NUMANode(ID=0)]),
+            )
+        ],
+    )
+    allocatable = usage.read_allocatable(channel, 5)
+    assert allocatable.devices == (
+        DeviceUse(resource="nvidia.com/gpu", id=DeviceId("GPU-a"), numa=(NumaId(0), NumaId(1))),
+    )
+    assert allocatable.cpus == (CpuId(0), CpuId(1))
+    assert allocatable.memory == (
+        MemoryBlock(type="hugepages-1Gi", size_bytes=1 << 30, numa=(NumaId(0),)),
+    )
+
+
+def test_the_rate_limit_is_waited_out(socket: Path) -> None:
+    kubelet = Kubelet(socket, refuse=3)
+    with usage.channel(socket) as channel:
+        assert usage.read_usage(channel, 5).pods == ()
+    assert kubelet.calls == 4
+    kubelet.stop()
+
+
+def test_a_rate_limit_that_does_not_end_is_an_error_in_time(socket: Path) -> None:
+    kubelet = Kubelet(socket, refuse=1000)
+    began = time.monotonic()
+    with (
+        usage.channel(socket) as channel,
+        pytest.raises(usage.KubeletError, match="PodResources List: RESOURCE_EXHAUSTED") as caught,
+    ):
+        usage.read_usage(channel, 0.3)
+    assert time.monotonic() - began < 2
+    assert 2 <= kubelet.calls < 20
+    assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    kubelet.stop()
+
+
+def test_a_kubelet_that_is_silent_is_an_error_in_time(
+    kubelet: Kubelet, channel: grpc.Channel
+) -> None:
+    kubelet.release.clear()
+    with pytest.raises(usage.KubeletError, match="DEADLINE_EXCEEDED"):
+        usage.read_usage(channel, 0.2)
+
+
+def test_a_kubelet_that_is_absent_is_an_error_and_found_when_it_comes(socket: Path) -> None:
+    with usage.channel(socket) as channel:
+        with pytest.raises(usage.KubeletError, match="UNAVAILABLE"):
+            usage.read_usage(channel, 1)
+        kubelet = Kubelet(socket)
+        assert answered_within(channel, 2)
+        kubelet.stop()
+
+
+def test_a_new_socket_on_the_same_path_is_connected_to(socket: Path) -> None:
+    first = Kubelet(socket)
+    with usage.channel(socket) as channel:
+        usage.read_usage(channel, 5)
+        inode = socket.stat().st_ino
+        first.stop()
+        socket.unlink(missing_ok=True)
+        (socket.parent / "in-between").touch()  # so that the inode is not used again
+        second = Kubelet(socket)
+        assert socket.stat().st_ino != inode
+        assert answered_within(channel, 2)
+        second.stop()
+
+
+def answered_within(channel: grpc.Channel, limit_s: float) -> bool:
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        try:
+            usage.read_usage(channel, 1)
+        except usage.KubeletError:
+            time.sleep(0.02)
+        else:
+            return True
+    return False
+
+
+def test_a_path_that_no_socket_can_have_is_refused_with_its_length() -> None:
+    with pytest.raises(usage.KubeletError, match="has 121 bytes, Unix sockets allow 107"):
+        usage.channel(Path("/") / ("d" * 107) / "kubelet.sock")
+
+
+@pytest.mark.parametrize(
+    ("claim", "held"),
+    [
+        pytest.param("gpu.nvidia.com/n1/gpu-1", {"GPU-b"}, id="a whole GPU by its minor"),
+        pytest.param("gpu.nvidia.com/n1/gpu-0-mig-19-0-1", {"MIG-a0", "MIG-a1"}, id="a slice"),
+        pytest.param("k8s.gpu.nvidia.com/device=GPU-a", {"GPU-a"}, id="an id in a CDI name"),
+        pytest.param("gpu.nvidia.com/n1/gpu-10", set(), id="a minor that no GPU has"),
+        pytest.param("other.example.com/n1/gpu-0", set(), id="another driver"),
+    ],
+)
+def test_dra_claims_name_our_devices(claim: str, held: set[str]) -> None:
+    def slice_(id: str, instance: int) -> MigSlice:
+        return MigSlice(
+            id=DeviceId(id),
+            profile="1g.10gb",
+            memory_bytes=10 << 30,
+            gpu_instance=instance,
+            compute_instance=0,
+        )
+
+    machine = Machine(
+        numa_nodes=(),
+        gpus=(
+            Gpu(
+                number=0,
+                pci=PciAddress("0000:01:00.0"),
+                uuid=DeviceId("GPU-a"),
+                minor=0,
+                slices=(slice_("MIG-a0", 1), slice_("MIG-a1", 2)),
+            ),
+            Gpu(number=1, pci=PciAddress("0000:02:00.0"), uuid=DeviceId("GPU-b"), minor=1),
+        ),
+    )
+    driver, pool, device, *_ = [*claim.split("/"), "x"]
+    claims = api.DynamicResource(
+        claim_resources=[
+            api.ClaimResource(
+                driver_name=driver,
+                pool_name=pool,
+                device_name=device,
+                cdi_devices=[api.CDIDevice(name=claim)] if "=" in claim else [],
+            )
+        ]
+    )
+    pod = api.PodResources(
+        containers=[api.ContainerResources(name="c", dynamic_resources=[claims])]
+    )
+    answer = api.ListPodResourcesResponse(pod_resources=[pod])
+    assert usage.claimed(usage.parse_usage(answer), machine) == held
