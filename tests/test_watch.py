@@ -1,0 +1,178 @@
+"""Real files, real inotify: each change of a watched path is reported, however it is made."""
+
+import contextlib
+import os
+import queue
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rte.kubelet import watch as watch_module
+from rte.kubelet.watch import FileWatch, watch
+
+SOON_S = 2.0
+
+
+class Woken:
+    """The paths that were reported, in order."""
+
+    def __init__(self) -> None:
+        self.paths: queue.Queue[Path] = queue.Queue()
+
+    def __call__(self, path: Path) -> None:
+        self.paths.put(path)
+
+    def next(self) -> Path:
+        return self.paths.get(timeout=SOON_S)
+
+    def drain(self) -> None:
+        """Returns when nothing has been reported for a while."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.paths.get(timeout=0.05)
+
+
+@contextmanager
+def watching(*paths: Path, poll_s: float = 0.02) -> Iterator[tuple[FileWatch, Woken]]:
+    woken = Woken()
+    running = watch(paths, woken, poll_s=poll_s)
+    try:
+        yield running, woken
+    finally:
+        running.close()
+
+
+def replace(path: Path, text: str) -> None:
+    """As the kubelet writes: a temporary file beside it, then a rename."""
+    temporary = path.with_name(f".{path.name}123")
+    temporary.write_text(text)
+    temporary.rename(path)
+
+
+def bind(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+def rewrite(path: Path) -> None:
+    path.write_text("new")
+
+
+CHANGES = {
+    "replaced by rename": lambda path: replace(path, "new"),
+    "written in place": rewrite,
+    "removed": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize("inotify", [True, False], ids=["inotify", "polled"])
+def test_a_change_of_a_file_wakes(
+    tmp_path: Path, change: object, inotify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not inotify:
+        monkeypatch.setattr(watch_module, "INotify", refused)
+    state = tmp_path / "cpu_manager_state"
+    state.write_text("a")
+    with watching(state) as (running, woken):
+        assert (running.polling is None) == inotify
+        change(state)  # type: ignore[operator]
+        assert woken.next() == state
+
+
+def refused(**_: object) -> None:
+    raise OSError(24, "Too many open files")
+
+
+def test_a_socket_that_is_made_anew_wakes(tmp_path: Path) -> None:
+    path = tmp_path / "kubelet.sock"
+    bind(path)
+    with watching(path) as (_, woken):
+        path.unlink()
+        assert woken.next() == path
+        woken.drain()
+        bind(path)
+        assert woken.next() == path
+
+
+def test_files_that_were_not_asked_for_are_silent(tmp_path: Path) -> None:
+    asked, other = tmp_path / "asked", tmp_path / "other"
+    with watching(asked) as (_, woken):
+        other.write_text("x")
+        replace(other, "y")
+        asked.write_text("x")
+        assert woken.next() == asked
+        woken.drain()
+
+
+def test_a_directory_that_does_not_exist_yet_is_awaited(tmp_path: Path) -> None:
+    path = tmp_path / "pod-resources" / "deeper" / "kubelet.sock"
+    with watching(path) as (_, woken):
+        path.parent.mkdir(parents=True)
+        bind(path)
+        assert woken.next() == path
+        woken.drain()
+        path.unlink()
+        assert woken.next() == path
+
+
+def test_a_file_made_together_with_its_directory_is_not_missed(tmp_path: Path) -> None:
+    prepared = tmp_path / "prepared"
+    prepared.mkdir()
+    (prepared / "state").write_text("x")
+    path = tmp_path / "there" / "state"
+    with watching(path) as (_, woken):
+        prepared.rename(path.parent)
+        assert woken.next() == path
+
+
+@pytest.mark.parametrize("how", ["moved away", "deleted"])
+def test_a_directory_that_is_replaced_is_followed(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "device-plugins" / "kubelet_internal_checkpoint"
+    path.parent.mkdir()
+    path.write_text("old")
+    with watching(path) as (_, woken):
+        if how == "moved away":
+            path.parent.rename(tmp_path / "old")
+        else:
+            path.unlink()
+            path.parent.rmdir()
+        assert woken.next() == path
+        path.parent.mkdir()
+        path.write_text("new")
+        woken.drain()
+        replace(path, "newer")
+        assert woken.next() == path
+
+
+def test_polling_ends_when_inotify_is_to_be_had_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "state"
+    with monkeypatch.context() as limited:
+        limited.setattr(watch_module, "INotify", refused)
+        limited.setattr(watch_module, "INOTIFY_RETRY_S", 0.05)
+        running = watch([path], woken := Woken(), poll_s=0.01)
+        path.write_text("1")
+        assert woken.next() == path
+    try:
+        deadline = os.times().elapsed + SOON_S
+        while running.polling is not None and os.times().elapsed < deadline:
+            path.write_text(str(os.times().elapsed))
+            woken.next()
+        assert running.polling is None
+        woken.drain()
+        path.write_text("2")
+        assert woken.next() == path
+    finally:
+        running.close()
+    assert sum("looked at every" in record.message for record in caplog.records) == 1
+
+
+def test_closing_twice_and_at_once_is_fine(tmp_path: Path) -> None:
+    running = watch([tmp_path / "state"], Woken())
+    running.close()
+    running.close()
