@@ -1,0 +1,111 @@
+"""Whether two NRT bodies say the same, and the smallest patch from one to the other.
+
+Lists of the CRD are atomic under server-side apply, so a figure is changed by its index. That is
+safe because the patch first tests the resource version that the indexes were taken from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rte.model import thousandths
+
+ECHO = "rteEcho"
+"""An attribute that only wakes the scheduler: a counter that comparison ignores."""
+
+
+def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Whether a scheduler would read the same in both; what the API server adds does not count."""
+    return content(a) == content(b)
+
+
+def content(body: Mapping[str, Any]) -> tuple[Any, ...]:
+    metadata = body.get("metadata", {})
+    return (
+        [item for item in body.get("attributes", ()) if item["name"] != ECHO],
+        body.get("zones", []),
+        body.get("topologyPolicies", []),
+        metadata.get("name"),
+        metadata.get("labels", {}).get("app.kubernetes.io/managed-by"),
+        [owner.get("uid") for owner in metadata.get("ownerReferences", ())],
+    )
+
+
+def with_echo(body: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """The body with the counter as its last attribute."""
+    attributes = [item for item in body.get("attributes", ()) if item["name"] != ECHO]
+    return {**body, "attributes": [*attributes, {"name": ECHO, "value": str(count)}]}
+
+
+def patch(
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], *, resource_version: str
+) -> list[dict[str, Any]] | None:
+    """JSON Patch operations from the stored object to the wanted one.
+
+    None when the shape differs (zones, names, costs, parents, owner), which only an apply can
+    change; empty when nothing does. The first operation tests the resource version.
+    """
+    if shape(stored) != shape(wanted):
+        return None
+    before, after = figures(stored), figures(wanted)
+    changes = [
+        {"op": "replace", "path": path, "value": value}
+        for path, value in after.items()
+        if before[path] != value
+    ]
+    if not changes:
+        return []
+    guard = {"op": "test", "path": "/metadata/resourceVersion", "value": resource_version}
+    return [guard, *changes]
+
+
+def shape(body: Mapping[str, Any]) -> tuple[Any, ...]:
+    """All but figures and values of attributes."""
+    names = [item["name"] for item in body.get("attributes", ())]
+    zones = [
+        {
+            **zone,
+            "resources": [resource["name"] for resource in zone.get("resources", ())],
+            "attributes": [item["name"] for item in zone.get("attributes", ())],
+        }
+        for zone in body.get("zones", ())
+    ]
+    return (names, zones, *content(body)[2:])
+
+
+def figures(body: Mapping[str, Any]) -> dict[str, str]:
+    """JSON pointer → value, of all that may change without a change of shape."""
+    found = dict(attribute_values("", body))
+    for number, zone in enumerate(body.get("zones", ())):
+        found.update(attribute_values(f"/zones/{number}", zone))
+        for index, resource in enumerate(zone.get("resources", ())):
+            for field in ("capacity", "allocatable", "available"):
+                found[f"/zones/{number}/resources/{index}/{field}"] = resource[field]
+    return found
+
+
+def attribute_values(at: str, holder: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    for index, item in enumerate(holder.get("attributes", ())):
+        yield f"{at}/attributes/{index}/value", item["value"]
+
+
+def freed_something(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Whether some zone has more available of some resource than before: a reason for an echo."""
+    old = available(before)
+    return any(
+        quantity != old.get(key) and is_more(quantity, old.get(key, "0"))
+        for key, quantity in available(after).items()
+    )
+
+
+def available(body: Mapping[str, Any]) -> dict[tuple[str, str], str]:
+    return {
+        (zone["name"], resource["name"]): resource["available"]
+        for zone in body.get("zones", ())
+        for resource in zone.get("resources", ())
+    }
+
+
+def is_more(quantity: str, than: str) -> bool:
+    return thousandths(str(quantity)) > thousandths(str(than))
