@@ -1,0 +1,158 @@
+"""Recorded machines: a folder of text that a person can read, edit, and turn back into a Machine.
+
+`sys.txt` holds one file of /sys or /proc a line, sorted:
+
+    sys/devices/system/node/node0/cpulist = 0-55,112-167
+    sys/bus/pci/devices/0000:3b:00.0 -> ../../../devices/pci0000:37/0000:37:01.0/0000:3b:00.0
+    sys/devices/pci0000:37/0000:37:01.0/0000:3b:00.0/net/
+
+A line is a file without its final newline (other newlines are `\\n`, backslashes `\\\\`), a
+symbolic link, or an empty directory. Lines that start with # are comments.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from rte.discovery import assemble
+from rte.discovery.reading import NvmlReading
+from rte.discovery.sysfs import read_host
+from rte.model import Machine
+
+SYS = "sys.txt"
+NVML = "nvml.json"
+
+# A recording comes from a stranger's bug report. The largest real one has 6 000 lines.
+MAX_BYTES = 32 << 20
+
+
+class RecordedError(Exception):
+    """A folder that is no recorded machine."""
+
+    def __init__(self, message: str, *, path: Path) -> None:
+        super().__init__(message)
+        self.path = path
+
+
+def read_recorded(folder: Path) -> Machine:
+    """The machine that a folder holds. Raises RecordedError, and SysfsError for a useless tree."""
+    with tempfile.TemporaryDirectory(prefix="rte-recorded-") as root:
+        unpack(folder / SYS, Path(root))
+        host = read_host(Path(root, "sys"), proc=Path(root, "proc"))
+    return assemble(host, read_nvml(folder / NVML))
+
+
+def read_nvml(path: Path) -> NvmlReading | None:
+    """NVML's answers; None when the recording has none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=NvmlReading)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise RecordedError(f"{path}: expected an NVML reading: {error}", path=path) from error
+
+
+def unpack(sys_txt: Path, root: Path) -> None:
+    """Makes the recorded files, links and directories below root.
+
+    Raises RecordedError for a line that is none of the three, or that leads out of root.
+    """
+    try:
+        text = sys_txt.read_bytes()[: MAX_BYTES + 1]
+    except OSError as error:
+        message = f"{sys_txt}: expected a recorded tree: {error.strerror}"
+        raise RecordedError(message, path=sys_txt) from error
+    if len(text) > MAX_BYTES:
+        raise RecordedError(f"{sys_txt}: more than {MAX_BYTES} bytes", path=sys_txt)
+    try:
+        entries = list(parse(text.decode()))
+        make(entries, root)
+    except (ValueError, OSError) as error:
+        raise RecordedError(f"{sys_txt}: {error}", path=sys_txt) from error
+
+
+class Entry(NamedTuple):
+    """One line: a file's content, or a link's target, or neither for an empty directory."""
+
+    path: str
+    content: str | None = None
+    target: str | None = None
+
+    @property
+    def is_directory(self) -> bool:
+        return self.content is None and self.target is None
+
+
+def parse(text: str) -> Iterator[Entry]:
+    """The entries of a `sys.txt`. Raises ValueError with the line's number."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line or line.startswith("#"):
+            continue
+        try:
+            yield parse_line(line)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
+
+
+def parse_line(line: str) -> Entry:
+    path, is_link, target = line.partition(" -> ")
+    if is_link and " =" not in path:
+        return Entry(path, target=leading_inside(path, target))
+    path, is_file, content = line.partition(" =")
+    if is_file:
+        return Entry(inside(path), content=unescape(content.removeprefix(" ")))
+    if line.endswith("/"):
+        return Entry(inside(line.rstrip("/")))
+    raise ValueError(f"expected 'path = content', 'path -> target' or 'path/', read {line[:80]!r}")
+
+
+def inside(path: str) -> str:
+    """The path, if it is plainly below sys or proc."""
+    parts = path.split("/")
+    if parts[0] not in ("sys", "proc") or not {"", ".", ".."}.isdisjoint(parts):
+        raise ValueError(f"{path[:80]!r} is not below sys/ or proc/")
+    return path
+
+
+def leading_inside(path: str, target: str) -> str:
+    """The target, if it first climbs and then descends, as sysfs's do, and stays inside."""
+    up = re.match(r"(?:\.\./)*", target)
+    climbed = up.end() // 3 if up else 0
+    folders = inside(path).split("/")[:-1]
+    if climbed >= len(folders):
+        raise ValueError(f"{target[:80]!r} leads out of sys/ or proc/")
+    inside("/".join((*folders[: len(folders) - climbed], *target[3 * climbed :].split("/"))))
+    return target
+
+
+def make(entries: Iterable[Entry], root: Path) -> None:
+    """Directories, files, links, in this order: nothing is ever made through a link."""
+    entries = tuple(entries)
+    folders = {e.path if e.is_directory else posixpath.dirname(e.path) for e in entries}
+    for folder in sorted(folders):
+        os.makedirs(f"{root}/{folder}", exist_ok=True)
+    for entry in entries:
+        if entry.content is not None:
+            with open(f"{root}/{entry.path}", "x", encoding="utf-8", newline="") as file:
+                file.write(entry.content + "\n")
+    for entry in entries:
+        if entry.target is not None:
+            os.symlink(entry.target, f"{root}/{entry.path}")
+
+
+def escape(content: str) -> str:
+    return content.replace("\\", "\\\\").replace("\n", "\\n")
+
+
+def unescape(content: str) -> str:
+    if "\\" not in content:
+        return content
+    return "\\".join(part.replace("\\n", "\n") for part in content.split("\\\\"))
