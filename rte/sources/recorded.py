@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import posixpath
-import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -124,12 +123,11 @@ def inside(path: str) -> str:
 
 def leading_inside(path: str, target: str) -> str:
     """The target, if it first climbs and then descends, as sysfs's do, and stays inside."""
-    up = re.match(r"(?:\.\./)*", target)
-    climbed = up.end() // 3 if up else 0
-    folders = inside(path).split("/")[:-1]
+    folders, steps = inside(path).split("/")[:-1], target.split("/")
+    climbed = next((n for n, step in enumerate(steps) if step != ".."), len(steps))
     if climbed >= len(folders):
         raise ValueError(f"{target[:80]!r} leads out of sys/ or proc/")
-    inside("/".join((*folders[: len(folders) - climbed], *target[3 * climbed :].split("/"))))
+    inside("/".join((*folders[: len(folders) - climbed], *steps[climbed:])))
     return target
 
 
