@@ -43,10 +43,15 @@ class RecordedError(Exception):
 
 def read_recorded(folder: Path) -> Machine:
     """The machine that a folder holds. Raises RecordedError, and SysfsError for a useless tree."""
-    with tempfile.TemporaryDirectory(prefix="rte-recorded-") as root:
+    with tempfile.TemporaryDirectory(prefix="rte-recorded-", dir=memory_folder()) as root:
         unpack(folder / SYS, Path(root))
         host = read_host(Path(root, "sys"), proc=Path(root, "proc"))
     return assemble(host, read_nvml(folder / NVML))
+
+
+def memory_folder() -> str | None:
+    """Where a thousand small files are made in 30 ms and not in 800; None for the usual place."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else None
 
 
 def read_nvml(path: Path) -> NvmlReading | None:
