@@ -88,3 +88,38 @@ class NvmlReading(Reading, frozen=True, kw_only=True):
     """(index, index, NVML topology level: 0 board, 10 one switch … 50 system), first < second."""
     p2p: tuple[tuple[int, int, int, int], ...] = ()
     """(index, index, read status, NVLink status) for each ordered pair; 0 is OK."""
+
+
+class NvmlEvent(Reading, frozen=True, kw_only=True):
+    """Something that NVML reported between two readings."""
+
+    type: int  # nvmlEventType…: 8 Xid, 0x100 MIG configuration, 0x8000 recovery action …
+    data: int = 0  # the Xid; 999 is unknown
+    bus_id: str | None = None  # None when the event's GPU cannot be told
+    gpu_instance: int | None = None
+    compute_instance: int | None = None
+
+
+class NvmlFailure(Reading, frozen=True, kw_only=True):
+    """Why there is no reading at all."""
+
+    call: str  # the NVML function
+    code: int  # nvmlReturn_t: 9 driver not loaded, 12 no library, 18 versions differ
+    text: str  # NVML's words
+
+
+class WorkerRequest(Reading, frozen=True, kw_only=True):
+    """A line to the worker. At the end of its input it ends at once, whatever it is doing."""
+
+    read: int  # send a reading with this id
+
+
+class WorkerLine(Reading, frozen=True, kw_only=True):
+    """A line from the worker: one of doing, reading, failure, event."""
+
+    id: int | None = None  # of the request that a reading or failure answers
+    doing: str | None = None  # the step that begins now; the parent names it when it never ends
+    reading: NvmlReading | None = None
+    notes: tuple[str, ...] = ()  # with a reading: calls that failed where they should not
+    failure: NvmlFailure | None = None  # the worker ends after it
+    event: NvmlEvent | None = None
