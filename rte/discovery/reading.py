@@ -69,8 +69,8 @@ class GpuReading(Reading, frozen=True, kw_only=True):
     mig_max: int | None = None
     mig: tuple[MigReading, ...] = ()
     numa_node: int | None = None  # nvmlDeviceGetNumaNodeId: the GPU's own memory node (Grace)
-    memory_affinity: tuple[int, ...] | None = None  # 64-bit words, scope NODE
-    cpu_affinity: tuple[int, ...] | None = None  # 64-bit words
+    memory_affinity: tuple[int, ...] | None = None  # as cpu_affinity, scope NODE
+    cpu_affinity: tuple[int, ...] | None = None  # 64-bit words, none of value 0 at the end
     ecc_uncorrected: int | None = None  # volatile, whole GPU
     remap: tuple[int, int, bool, bool] | None = None  # correctable, uncorrectable, pending, failed
     recovery_action: int | None = None  # 0 none, 1 reset, 2 reboot, 3 drain P2P, 4 drain and reset

@@ -109,16 +109,18 @@ def _memory_affinity(f: Function, machine: Description) -> tuple[int, ...] | Non
     if machine.host.get("memory_affinity") == "refused":
         return None
     nodes = [f.numa] if f.numa >= 0 else [n.id for n in machine.numa if n.online and n.cpus]
-    return _words(nodes, max(n.id for n in machine.numa))
+    return _words(nodes)
 
 
 def _cpu_affinity(f: Function, machine: Description) -> tuple[int, ...]:
-    return _words(ids(f.local_cpus or ""), max(machine.cpus()))
+    return _words(ids(f.local_cpus or ""))
 
 
-def _words(members: list[int], highest: int) -> tuple[int, ...]:
+def _words(members: list[int]) -> tuple[int, ...]:
+    """64-bit words up to the last that is not 0, which is how our reading has them."""
     mask = sum(1 << member for member in members)
-    return tuple(mask >> (64 * n) & (1 << 64) - 1 for n in range(highest // 64 + 1))
+    words = max(mask.bit_length() - 1, 0) // 64 + 1
+    return tuple(mask >> (64 * n) & (1 << 64) - 1 for n in range(words))
 
 
 def _fabric(
