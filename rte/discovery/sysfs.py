@@ -112,7 +112,8 @@ class Tree:
             return None
         finally:
             os.close(file)
-        return text.decode(errors="replace").strip() or None
+        # Linux 2.6.32 ends node/online with a zero byte.
+        return text.decode(errors="replace").strip(" \t\r\n\0") or None
 
     def number(self, path: str) -> int | None:
         """The integer in a file, decimal or with 0x; None when it is missing or no integer."""
@@ -142,7 +143,7 @@ class Tree:
     def link(self, path: str) -> str | None:
         """Where a symbolic link points, as it is written; None when there is none."""
         try:
-            return os.readlink(f"{self.root}/{path}")
+            return os.readlink(f"{self.root}/{path}").rstrip("/")
         except OSError as error:
             self.missing(path, error)
             return None
@@ -247,10 +248,14 @@ def read_distance(tree: Tree, path: str, *, online: tuple[int, ...]) -> Mapping[
     if text is None:
         return {}
     columns = text.split()
-    if len(columns) != len(online) or not all(column.isdecimal() for column in columns):
+    # A node that went offline may leave its column behind.
+    named = (ids for ids in (online, tree.ids(f"{NODES}/possible")) if ids)
+    ids = next((ids for ids in named if len(ids) == len(columns)), None)
+    if ids is None or not all(column.isdecimal() for column in columns):
         tree.surprise(path, f"{len(online)} distances, one for each online node", text)
         return {}
-    return {NumaId(id): int(column) for id, column in zip(online, columns, strict=True)}
+    row = zip(ids, columns, strict=True)
+    return {NumaId(id): int(column) for id, column in row if id in online}
 
 
 def read_gpu_memory_nodes(procfs: Tree) -> Mapping[NumaId, PciAddress]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import os
 import posixpath
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from glob import iglob
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ import msgspec
 
 from rte.discovery import assemble
 from rte.discovery.reading import NvmlReading
-from rte.discovery.sysfs import read_host
+from rte.discovery.sysfs import GONE, read_host
 from rte.model import Machine
 
 SYS = "sys.txt"
@@ -109,7 +110,7 @@ def parse(text: str) -> Iterator[Entry]:
 def parse_line(line: str) -> Entry:
     path, is_link, target = line.partition(" -> ")
     if is_link and " =" not in path:
-        return Entry(path, target=leading_inside(path, target))
+        return Entry(path, target=leading_inside(path, target.rstrip("/")))
     path, is_file, content = line.partition(" =")
     if is_file:
         return Entry(inside(path), content=unescape(content.removeprefix(" ")))
@@ -159,3 +160,163 @@ def unescape(content: str) -> str:
     if "\\" not in content:
         return content
     return "\\".join(part.replace("\\n", "\n") for part in content.split("\\\\"))
+
+
+# Writing. Whole globs, also of what nobody reads today: a recording cannot be made again.
+
+MACHINE = (
+    "devices/system/cpu/isolated",
+    "devices/system/cpu/nohz_full",
+    "devices/system/cpu/offline",
+    "devices/system/cpu/online",
+    "devices/system/cpu/possible",
+    "devices/system/cpu/present",
+    "devices/system/cpu/smt/active",
+    "devices/system/node/has_*",
+    "devices/system/node/online",
+    "devices/system/node/possible",
+    "devices/system/node/node*/cpulist",
+    "devices/system/node/node*/distance",
+    "devices/system/node/node*/meminfo",
+    "devices/system/node/node*/access*/initiators/*",
+    "devices/system/node/node*/hugepages/*/*_hugepages",
+    "devices/virtual/dmi/id/bios_version",
+    "devices/virtual/dmi/id/board_name",
+    "devices/virtual/dmi/id/product_name",
+    "devices/virtual/dmi/id/sys_vendor",
+    "devices/virtual/memory_tiering/*/nodelist",
+    "kernel/mm/hugepages/*/nr_hugepages",
+)
+FUNCTION = (
+    "acpi_index",
+    "ari_enabled",
+    "class",
+    "current_link_*",
+    "device",
+    "driver",
+    "enable",
+    "infiniband",
+    "iommu_group",
+    "label",
+    "local_cpulist",
+    "max_link_*",
+    "net",
+    "numa_node",
+    "physfn",
+    "power_state",
+    "revision",
+    "sriov_*",
+    "subsystem_device",
+    "subsystem_vendor",
+    "vendor",
+    "virtfn*",
+)
+NETDEV = (
+    "addr_assign_type",
+    "address",
+    "bonding/active_slave",
+    "bonding/mode",
+    "bonding/slaves",
+    "carrier",
+    "dev_id",
+    "dev_port",
+    "device",
+    "device/driver",
+    "device/numa_node",
+    "duplex",
+    "flags",
+    "ifindex",
+    "iflink",
+    "lower_*",
+    "master",
+    "mtu",
+    "operstate",
+    "phys_port_id",
+    "phys_port_name",
+    "phys_switch_id",
+    "speed",
+    "type",
+    "upper_*",
+)
+RDMA = (
+    "board_id",
+    "device",
+    "fw_ver",
+    "hca_type",
+    "node_guid",
+    "node_type",
+    "parent",
+    "ports/*/gid_attrs/ndevs/0",
+    "ports/*/gid_attrs/types/0",
+    "ports/*/link_layer",
+    "ports/*/phys_state",
+    "ports/*/rate",
+    "ports/*/state",
+    "sys_image_guid",
+)
+PROC = (
+    "driver/nvidia/gpus/*/information",
+    "driver/nvidia/gpus/*/numa_status",
+    "driver/nvidia/params",
+    "driver/nvidia/version",
+    "sys/kernel/random/boot_id",
+    "version",
+)
+
+
+def pack(sys: Path, proc: Path | None = None) -> str:
+    """The `sys.txt` of a tree: its lines sorted; comments say which files could not be read."""
+    lines = set(lines_of(sys, "sys", "", MACHINE))
+    lines |= set(class_lines(sys, "bus/pci/devices", FUNCTION))
+    lines |= set(class_lines(sys, "class/net", NETDEV, keep=is_worth_keeping))
+    lines |= set(class_lines(sys, "class/infiniband", RDMA))
+    if proc:
+        lines |= set(lines_of(proc, "proc", "", PROC))
+    return "".join(f"{line}\n" for line in sorted(lines))
+
+
+def class_lines(
+    root: Path,
+    folder: str,
+    patterns: Iterable[str],
+    *,
+    keep: Callable[[str], bool] = lambda device: True,
+) -> Iterator[str]:
+    """The links of a class, and the files of the devices behind them at their real places."""
+    for entry in sorted(iglob("*", root_dir=root / folder)):
+        device = os.path.realpath(root / folder / entry)
+        place = os.path.relpath(device, os.path.realpath(root))
+        if not os.path.isdir(device) or place.startswith("..") or not keep(device):
+            continue
+        yield from lines_of(root, "sys", folder, (entry,))
+        yield from lines_of(root, "sys", place, patterns)
+
+
+def is_worth_keeping(netdev: str) -> bool:
+    """Whether a network device is more than a pod's end of a cable: a function's, or a bond."""
+    return "/devices/virtual/" not in netdev or os.path.isdir(f"{netdev}/bonding")
+
+
+def lines_of(root: Path, top: str, folder: str, patterns: Iterable[str]) -> Iterator[str]:
+    """A line for each file, link and empty directory that the patterns find."""
+    for pattern in patterns:
+        for name in iglob(pattern, root_dir=root / folder):
+            path = root / folder / name
+            # A file found through a link is written where it really is.
+            real = os.path.relpath(os.path.realpath(path.parent), os.path.realpath(root))
+            place = posixpath.normpath(posixpath.join(top, real, path.name))
+            try:
+                yield from line_of(path, place)
+            except OSError as error:
+                if error.errno not in GONE:
+                    yield f"# {place}: {error.strerror}"
+
+
+def line_of(path: Path, place: str) -> Iterator[str]:
+    if path.is_symlink():
+        yield f"{place} -> {os.readlink(path)}"
+    elif not path.is_dir():
+        content = path.read_bytes().decode(errors="replace").removesuffix("\n")
+        yield f"{place} = {escape(content)}".rstrip(" ")
+    elif not any(path.iterdir()):
+        yield f"{place}/"
