@@ -79,6 +79,9 @@ func (n *Node) admit(p *v1.Pod, running bool) admission {
 			break
 		}
 	}
+	if a.Admitted {
+		n.pods.update(p.UID, func(p *v1.Pod, _ map[string]string) { p.Status.Phase = v1.PodRunning })
+	}
 	for _, c := range allContainers(p) {
 		decided := container{Name: c.Name}
 		if a.Admitted {

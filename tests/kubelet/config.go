@@ -1,17 +1,16 @@
 package main
 
 import (
-	"context"
 	"fmt"
 	"strings"
 
 	v1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
 	utilfeature "k8s.io/apiserver/pkg/util/feature"
 	_ "k8s.io/kubernetes/pkg/features" // registers the kubelet's gates
 	kubeletconfig "k8s.io/kubernetes/pkg/kubelet/apis/config"
 	"k8s.io/kubernetes/pkg/kubelet/apis/config/scheme"
-	"k8s.io/kubernetes/pkg/kubelet/kubeletconfig/util/codec"
 	"k8s.io/utils/cpuset"
 )
 
@@ -24,13 +23,19 @@ type config struct {
 }
 
 func parseConfig(text []byte) (*config, error) {
-	_, codecs, err := scheme.NewSchemeAndCodecs()
+	// The kubelet only warns of a field that it does not know; here it is a
+	// test's mistake.
+	_, codecs, err := scheme.NewSchemeAndCodecs(serializer.EnableStrict)
 	if err != nil {
 		return nil, err
 	}
-	kc, err := codec.DecodeKubeletConfiguration(context.Background(), codecs, text)
+	object, _, err := codecs.UniversalDecoder().Decode(text, nil, nil)
 	if err != nil {
 		return nil, err
+	}
+	kc, ok := object.(*kubeletconfig.KubeletConfiguration)
+	if !ok {
+		return nil, fmt.Errorf("config.yaml is a %T", object)
 	}
 	if err := utilfeature.DefaultMutableFeatureGate.SetFromMap(kc.FeatureGates); err != nil {
 		return nil, err
@@ -62,7 +67,7 @@ func reserved(kc *kubeletconfig.KubeletConfiguration, cpus cpuset.CPUSet) (v1.Re
 			}
 		}
 	}
-	if threshold := kc.EvictionHard["memory.available"]; strings.HasSuffix(threshold, "%") {
+	if threshold := hardEviction(kc); strings.HasSuffix(threshold, "%") {
 		return nil, fmt.Errorf("evictionHard: memory.available %q: only quantities are understood here", threshold)
 	} else if threshold != "" {
 		if err := add("memory", threshold); err != nil {
@@ -74,4 +79,14 @@ func reserved(kc *kubeletconfig.KubeletConfiguration, cpus cpuset.CPUSet) (v1.Re
 		sum[v1.ResourceCPU] = *resource.NewQuantity(int64(cpus.Size()), resource.DecimalSI)
 	}
 	return sum, nil
+}
+
+// hardEviction is the memory below which the kubelet evicts. Its default comes
+// from the kubelet's command, not from the configuration's defaults.
+func hardEviction(kc *kubeletconfig.KubeletConfiguration) string {
+	threshold, ok := kc.EvictionHard["memory.available"]
+	if !ok && (kc.EvictionHard == nil || kc.MergeDefaultEvictionSettings) {
+		return "100Mi"
+	}
+	return threshold
 }

@@ -48,6 +48,7 @@ func start(dir string, rateLimit bool) (*Node, error) {
 		return nil, err
 	}
 	klog.LogToStderr(false)
+	_ = flag.Set("stderrthreshold", "FATAL")
 	klog.SetOutput(log)
 	node, err := newNode(dir, rateLimit)
 	if err != nil {

@@ -22,7 +22,7 @@ type request struct {
 
 	Resource v1.ResourceName `json:"resource"` // wait_devices
 	Count    int64           `json:"count"`
-	Timeout  float64         `json:"timeout_s"`
+	Within   float64         `json:"within_s"`
 
 	Running bool `json:"running"` // restart
 
@@ -50,7 +50,7 @@ func (n *Node) do(r *request) (any, error) {
 	case "state":
 		return n.state(), nil
 	case "wait_devices":
-		return nil, n.awaitDevices(r.Resource, r.Count, time.Duration(r.Timeout*float64(time.Second)))
+		return nil, n.awaitDevices(r.Resource, r.Count, time.Duration(r.Within*float64(time.Second)))
 	case "pod_resources":
 		return nil, n.tampering.set(r.disturbance)
 	}
@@ -68,6 +68,7 @@ func (n *Node) admitNew(p *v1.Pod) (any, error) {
 		p.UID = uuid.NewUUID()
 	}
 	p.CreationTimestamp = metav1.Now()
+	p.Status = v1.PodStatus{Phase: v1.PodPending}
 	corev1.SetObjectDefaults_Pod(p)
 	n.admitting.Lock()
 	defer n.admitting.Unlock()

