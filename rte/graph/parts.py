@@ -1,0 +1,105 @@
+"""MIG slices and replicas: which GPUs by the graph, then which parts of them by the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from enum import StrEnum
+
+from rte.graph.build import Graph
+from rte.graph.choose import Choice, choose
+from rte.model import DeviceId
+
+
+class Sharing(StrEnum):
+    """NVIDIA's words for how parts are taken from GPUs."""
+
+    DISTRIBUTED = "distributed"
+    """From the GPU of which the least is in use."""
+    PACKED = "packed"
+    """From one GPU as long as it has some; first from one that has just enough."""
+
+
+def choose_parts(
+    graph: Graph,
+    *,
+    parts: Mapping[DeviceId, DeviceId],
+    available: Iterable[str],
+    required: Iterable[str] = (),
+    size: int,
+    free: Iterable[str] | None = None,
+    sharing: Sharing = Sharing.DISTRIBUTED,
+) -> Choice:
+    """The best `size` parts of `available` that contain `required`.
+
+    `parts` maps every part of the resource, used or not, to its GPU's id, in the order in which
+    the parts of one GPU are taken; ids that it lacks are ignored. Where the policy leaves several
+    GPUs, the graph chooses the one that goes best with those already chosen; the answer's
+    preference is that of all GPUs together.
+    """
+    must = [id for id in parts if id in set(required)]
+    offered = {id for id in parts if id in set(available)}.union(must)
+    if len(must) >= size:
+        return _with(graph, parts, must[: max(size, 0)], free)
+    rest: dict[DeviceId, list[DeviceId]] = {}
+    used: dict[DeviceId, int] = {}
+    for id, gpu in parts.items():
+        used[gpu] = used.get(gpu, 0) + (id not in offered or id in must)
+        if id in offered and id not in must:
+            rest.setdefault(gpu, []).append(id)
+    taken = list(must)
+    last: DeviceId | None = parts[must[-1]] if must else None
+    while len(taken) < size and rest:
+        if sharing is Sharing.PACKED and last in rest:
+            gpu = last
+        else:
+            gpu = _next_gpu(graph, rest, used, taken, parts, size - len(taken), free, sharing)
+        taken.append(rest[gpu].pop(0))
+        used[gpu] += 1
+        if not rest[gpu]:
+            del rest[gpu]
+        last = gpu
+    return _with(graph, parts, taken, free)
+
+
+def _next_gpu(
+    graph: Graph,
+    rest: Mapping[DeviceId, list[DeviceId]],
+    used: Mapping[DeviceId, int],
+    taken: Iterable[DeviceId],
+    parts: Mapping[DeviceId, DeviceId],
+    missing: int,
+    free: Iterable[str] | None,
+    sharing: Sharing,
+) -> DeviceId:
+    if sharing is Sharing.DISTRIBUTED:
+        least = min(used[gpu] for gpu in rest)
+        candidates = [gpu for gpu in rest if used[gpu] == least]
+    else:
+        enough = [len(ids) for ids in rest.values() if len(ids) >= missing]
+        wanted = min(enough) if enough else max(len(ids) for ids in rest.values())
+        candidates = [gpu for gpu, ids in rest.items() if len(ids) == wanted]
+    members = list(dict.fromkeys(parts[id] for id in taken))
+    fresh = [gpu for gpu in candidates if gpu not in members]
+    if not fresh:
+        return candidates[0]
+    best = choose(
+        graph,
+        available=[*members, *fresh],
+        required=members,
+        size=len(members) + 1,
+        free=free,
+    )
+    return next((gpu for gpu in best.chosen if gpu not in members), fresh[0])
+
+
+def _with(
+    graph: Graph,
+    parts: Mapping[DeviceId, DeviceId],
+    taken: list[DeviceId],
+    free: Iterable[str] | None,
+) -> Choice:
+    """The choice of these parts, with the preference of their GPUs."""
+    gpus = list(dict.fromkeys(parts[id] for id in taken))
+    whole = choose(graph, available=gpus, size=len(gpus), free=free)
+    return replace(whole, chosen=tuple(taken), exact=len(gpus) <= 1)
