@@ -31,8 +31,20 @@ FUNCTION = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 ROOT = re.compile(r"pci[0-9a-f]{4,8}:[0-9a-f]{2}")
 
 # How a device or an attribute says that it is just going away, or that there is nothing to say:
-# `speed` of a network device that is down answers EINVAL, a GPU being removed ENODEV.
-GONE = frozenset({errno.ENOENT, errno.ENODEV, errno.ENXIO, errno.EINVAL, errno.ENOTDIR, errno.EIO})
+# `speed` of a network device that is down answers EINVAL, a GPU being removed ENODEV, the port
+# name of a virtio NIC EOPNOTSUPP.
+GONE = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENODEV,
+        errno.ENXIO,
+        errno.EINVAL,
+        errno.ENOTDIR,
+        errno.EIO,
+        errno.EOPNOTSUPP,
+        errno.ENODATA,
+    }
+)
 
 # Ethernet and InfiniBand controllers. Anything else is a NIC only if it has a device of that name.
 NIC_CLASSES = frozenset({0x0200, 0x0207})
