@@ -1,0 +1,99 @@
+"""Whether a reading of the kubelet can be believed, or should be looked at again first. Pure.
+
+For a moment after an admission or a restart PodResources lists less than the kubelet has handed
+out: a pod that is just being given devices is listed without them, a kubelet that has just started
+lists no pods, and a resource whose plugin has not registered again has no devices. Publishing that
+moment would offer a scheduler what is taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from rte.kubelet.state import HandedOut, Holder
+from rte.model import Allocatable, MemoryBlock, Usage
+
+Thing = tuple[object, ...]
+"""One device, CPU or block of memory, as both PodResources and the state files name it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """One reading of all that the kubelet says of itself."""
+
+    usage: Usage
+    allocatable: Allocatable
+    handed_out: HandedOut | None  # None: the state files could not be read
+
+
+def doubt(look: Look, *, before: Look | None, restarted: bool) -> str | None:
+    """Why a look should be repeated before it is believed, or None.
+
+    `before` is the last look that was believed, `restarted` whether the kubelet has started anew
+    since. What the files keep of pods that have ended is no reason: it was in the files before.
+    After a restart it is one, for all pods that ran before come back one by one.
+    """
+    had_pods = before is not None and before.usage.pods
+    if not look.usage.pods and (had_pods or (before is None and _things(look.handed_out))):
+        return "PodResources lists no pods, though pods ran"
+    if before is not None:
+        gone = _resources(before.allocatable) - _resources(look.allocatable)
+        if gone:
+            return f"PodResources offers no {', '.join(sorted(gone))} any more"
+    if before is None or look.handed_out is None:
+        return None
+    listed = frozenset(_listed(look.usage))
+    missing = {pair for pair in _things(look.handed_out) if pair[1] not in listed}
+    known = _things(before.handed_out)
+    if restarted:
+        listed_before = frozenset(_listed(before.usage))
+        known = {pair for pair in known if pair[1] not in listed_before}
+    fresh = missing - known
+    if fresh:
+        pods = {holder[0] for holder, _ in fresh}
+        return (
+            f"PodResources does not list {len(fresh)} allocations of {len(pods)} pods that are in "
+            "the kubelet's state files"
+        )
+    return None
+
+
+def _resources(allocatable: Allocatable) -> set[str]:
+    return {device.resource for device in allocatable.devices}
+
+
+def _things(handed_out: HandedOut | None) -> set[tuple[Holder, Thing]]:
+    """What the files say is held, each with its holder."""
+    if handed_out is None:
+        return set()
+    held: set[tuple[Holder, Thing]] = set()
+    for holder, devices in handed_out.devices.items():
+        held.update((holder, ("device", *device)) for device in devices)
+    for holder, cpus in handed_out.cpus.items():
+        held.update((holder, ("cpu", cpu)) for cpu in cpus)
+    every = [(holder, block) for holder, blocks in handed_out.memory.items() for block in blocks]
+    numbers = _numbered(block for _, block in every)
+    held.update((holder, thing) for (holder, _), thing in zip(every, numbers, strict=True))
+    return held
+
+
+def _listed(usage: Usage) -> Iterator[Thing]:
+    blocks: list[MemoryBlock] = []
+    for pod in usage.pods:
+        blocks += pod.memory
+        yield from (("cpu", cpu) for cpu in pod.cpus)
+        for container in pod.containers:
+            blocks += container.memory
+            yield from (("cpu", cpu) for cpu in container.cpus)
+            yield from (("device", use.resource, use.id) for use in container.devices)
+    yield from _numbered(blocks)
+
+
+def _numbered(blocks: Iterable[MemoryBlock]) -> Iterator[Thing]:
+    """Memory has no ids: the second block of one kind and size is another thing than the first."""
+    seen: Counter[MemoryBlock] = Counter()
+    for block in blocks:
+        seen[block] += 1
+        yield "memory", block.type, block.size_bytes, block.numa, seen[block]

@@ -1,0 +1,193 @@
+"""What the API server says of the pods on this node: phase, QoS class, requests.
+
+One list and one watch of `spec.nodeName=<node>`; only the fields that are needed are decoded and
+kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from rte.model import PodFacts, PodName
+from rte.publish.access import ApiError
+from rte.publish.apply import ApiServer
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 300.0  # then the server ends the watch and it is asked for anew
+FORGET_S = 60.0  # facts that could not be followed for so long are none
+RETRY_FIRST_S = 1.0
+RETRY_LONGEST_S = 60.0
+FORBIDDEN_RETRY_S = 300.0  # a right that an installation leaves out on purpose
+
+
+class PodWatch:
+    """Follows this node's pods in a thread; `read` is what is known now."""
+
+    def __init__(self, api: ApiServer, node: str, wake: Callable[[], None]) -> None:
+        """`wake` is called after each change of what `read` says."""
+        self.problem: str | None = None
+        self._api = api
+        self._node = node
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._facts: dict[PodName, PodFacts] | None = None
+        self._lost_at: float | None = None  # since when the facts are not followed
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pod-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the thread has ended; ends the API server's other watches too."""
+        self._stopped.set()
+        self._api.close()
+        self._thread.join()
+
+    def read(self) -> tuple[PodFacts, ...] | None:
+        """The pods by name, or None when they are not known or have not been followed lately."""
+        with self._lock:
+            if self._facts is None:
+                return None
+            if self._lost_at is not None and time.monotonic() - self._lost_at > FORGET_S:
+                return None
+            return tuple(self._facts[name] for name in sorted(self._facts))
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._stopped.is_set():
+            try:
+                self._follow()
+                failures = 0
+            except ApiError as error:
+                if self._stopped.is_set():
+                    return
+                failures = 1 if self.problem is None else failures + 1
+                self._lose(error)
+                self._stopped.wait(retry_s(error, failures, chance=random.random()))
+
+    def _follow(self) -> None:
+        """Lists the pods and follows them until a watch cannot be continued. Raises ApiError."""
+        items, version = self._api.list_pods(self._node)
+        facts = {pod.pod: pod for pod in map(parse_pod, items)}
+        self._update(lambda known: known is None or known != facts, facts)
+        while not self._stopped.is_set():
+            changes = self._api.watch_pods(self._node, version=version, for_s=WATCH_S)
+            for change in changes:
+                if change is None:
+                    self._regain()
+                    continue
+                kind, text = change
+                version = msgspec.json.decode(text, type=_Versioned).metadata.resourceVersion
+                if kind != "BOOKMARK":
+                    pod = parse_pod(text)
+                    now = dict(facts)
+                    if kind == "DELETED":
+                        now.pop(pod.pod, None)
+                    else:
+                        now[pod.pod] = pod
+                    if now != facts:
+                        facts = now
+                        self._update(lambda _: True, facts)
+
+    def _update(
+        self,
+        differs: Callable[[dict[PodName, PodFacts] | None], bool],
+        facts: dict[PodName, PodFacts],
+    ) -> None:
+        with self._lock:
+            changed = differs(self._facts)
+            self._facts = facts
+        if changed:
+            self._wake()
+
+    def _regain(self) -> None:
+        with self._lock:
+            self._lost_at = None
+        if self.problem is not None:
+            log.info("the pods of this node are followed again")
+            self.problem = None
+
+    def _lose(self, error: ApiError) -> None:
+        if error.status == 410:  # the version is too old: the next list is in order
+            return
+        with self._lock:
+            self._lost_at = self._lost_at or time.monotonic()
+        if self.problem is None:
+            log.warning("the pods of this node are not followed: %s", error)
+        self.problem = str(error)
+
+
+def retry_s(error: ApiError, failures: int, *, chance: float) -> float:
+    """How long to wait after the n-th failure in a row."""
+    if error.status == 410:
+        return 0
+    if error.status == 403:
+        return FORBIDDEN_RETRY_S
+    wait_s = min(RETRY_FIRST_S * 2.0 ** min(failures - 1, 30), RETRY_LONGEST_S)
+    return max(wait_s * (1 - chance / 2), error.retry_after_s or 0)
+
+
+# A pod's JSON, as far as it matters
+
+
+class _Meta(msgspec.Struct):
+    name: str = ""
+    namespace: str = "default"
+    resourceVersion: str = ""
+
+
+class _Versioned(msgspec.Struct):
+    metadata: _Meta
+
+
+class _Resources(msgspec.Struct):
+    requests: dict[str, str | int | float] | None = None
+
+
+class _Container(msgspec.Struct):
+    name: str
+    resources: _Resources = msgspec.field(default_factory=_Resources)
+    restartPolicy: str | None = None
+
+
+class _Spec(msgspec.Struct):
+    containers: list[_Container]
+    initContainers: list[_Container] | None = None
+
+
+class _PodStatus(msgspec.Struct):
+    phase: str = "Pending"
+    qosClass: str = "BestEffort"
+
+
+class _Pod(msgspec.Struct):
+    metadata: _Meta
+    spec: _Spec
+    status: _PodStatus = msgspec.field(default_factory=_PodStatus)
+
+
+def parse_pod(text: bytes) -> PodFacts:
+    """A pod's facts from its JSON. Raises ApiError when it is none."""
+    try:
+        pod = msgspec.json.decode(text, type=_Pod)
+    except msgspec.DecodeError as error:
+        raise ApiError("pods of this node", "Malformed", str(error)) from error
+    sidecars = [c for c in pod.spec.initContainers or () if c.restartPolicy == "Always"]
+    return PodFacts(
+        pod=PodName(namespace=pod.metadata.namespace, name=pod.metadata.name),
+        phase=pod.status.phase,
+        qos=pod.status.qosClass,
+        requests={c.name: _requests(c) for c in (*sidecars, *pod.spec.containers)},
+    )
+
+
+def _requests(container: _Container) -> Mapping[str, str]:
+    return {name: str(value) for name, value in (container.resources.requests or {}).items()}
