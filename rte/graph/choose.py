@@ -451,7 +451,7 @@ def narrowed(question: Question, candidates: list[Positions]) -> Positions:
     if len(candidates) > 1:
         candidates = top(candidates, nvlink_losses(question, candidates))
     for groups in (graph.numa_blocks, tuple(switch.gpus for switch in graph.switches)):
-        if len(candidates) > 1 and len(groups) > 1:
+        if len(candidates) > 1 and groups:
             # Counts in descending order compare like this sum: a higher count outweighs any
             # number of lower ones.
             value = [(len(groups) + 1) ** n for n in range(len(graph.gpus) + 1)]

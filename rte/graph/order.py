@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from rte.graph.build import Closeness, Graph
@@ -31,7 +32,7 @@ def _walk(graph: Graph, ids: Sequence[DeviceId], start: DeviceId) -> list[Device
 
 
 def _steps(graph: Graph, walk: Sequence[DeviceId]) -> tuple[Closeness, Closeness]:
-    steps = [_closeness(graph, a, b) for a, b in zip(walk, walk[1:], strict=False)]
+    steps = [_closeness(graph, a, b) for a, b in itertools.pairwise(walk)]
     none = Closeness(0, 0, 0)
     total = Closeness(*map(sum, zip(*steps, strict=True))) if steps else none
     return min(steps, default=none), total

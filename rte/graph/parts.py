@@ -48,38 +48,43 @@ def choose_parts(
         if id in offered and id not in must:
             rest.setdefault(gpu, []).append(id)
     taken = list(must)
-    last: DeviceId | None = parts[must[-1]] if must else None
     while len(taken) < size and rest:
-        if sharing is Sharing.PACKED and last in rest:
-            gpu = last
-        else:
-            gpu = _next_gpu(graph, rest, used, taken, parts, size - len(taken), free, sharing)
+        members = tuple(dict.fromkeys(parts[id] for id in taken))
+        candidates = _candidates(rest, used, members, size - len(taken), sharing)
+        gpu = _next_gpu(graph, members, candidates, free)
         taken.append(rest[gpu].pop(0))
         used[gpu] += 1
         if not rest[gpu]:
             del rest[gpu]
-        last = gpu
     return _with(graph, parts, taken, free)
+
+
+def _candidates(
+    rest: Mapping[DeviceId, list[DeviceId]],
+    used: Mapping[DeviceId, int],
+    members: tuple[DeviceId, ...],
+    missing: int,
+    sharing: Sharing,
+) -> list[DeviceId]:
+    """The GPUs that the policy allows the next part to come from."""
+    if sharing is Sharing.DISTRIBUTED:
+        least = min(used[gpu] for gpu in rest)
+        return [gpu for gpu in rest if used[gpu] == least]
+    begun = [gpu for gpu in members if gpu in rest]
+    if begun:
+        return begun[:1]
+    enough = [len(ids) for ids in rest.values() if len(ids) >= missing]
+    wanted = min(enough) if enough else max(len(ids) for ids in rest.values())
+    return [gpu for gpu, ids in rest.items() if len(ids) == wanted]
 
 
 def _next_gpu(
     graph: Graph,
-    rest: Mapping[DeviceId, list[DeviceId]],
-    used: Mapping[DeviceId, int],
-    taken: Iterable[DeviceId],
-    parts: Mapping[DeviceId, DeviceId],
-    missing: int,
+    members: tuple[DeviceId, ...],
+    candidates: list[DeviceId],
     free: Iterable[str] | None,
-    sharing: Sharing,
 ) -> DeviceId:
-    if sharing is Sharing.DISTRIBUTED:
-        least = min(used[gpu] for gpu in rest)
-        candidates = [gpu for gpu in rest if used[gpu] == least]
-    else:
-        enough = [len(ids) for ids in rest.values() if len(ids) >= missing]
-        wanted = min(enough) if enough else max(len(ids) for ids in rest.values())
-        candidates = [gpu for gpu, ids in rest.items() if len(ids) == wanted]
-    members = list(dict.fromkeys(parts[id] for id in taken))
+    """The candidate that goes best with the GPUs chosen already, and is none of them if it can."""
     fresh = [gpu for gpu in candidates if gpu not in members]
     if not fresh:
         return candidates[0]
