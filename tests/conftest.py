@@ -87,3 +87,5 @@ def apiserver(go_program: GoProgram) -> Iterator[ApiServer]:
     """One API server for the whole session."""
     with ApiServer(go_program("apiserver")) as server:
         yield server
+    # Checked here and not in a test, which would have to start another one.
+    assert not server.ca.parent.exists(), "the API server has left its folder behind"

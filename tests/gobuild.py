@@ -44,10 +44,10 @@ def program(package: str, report: Report) -> Path:
     `report` hears a line now and then while a build runs: the first one takes minutes.
     """
     go, version = toolchain()
-    kept = cache_folder() / f"{package}-{fingerprint(version)}"
+    kept = cache_folder() / f"{package}-{fingerprint(package, version)}"
     kept.parent.mkdir(parents=True, exist_ok=True)
     with (kept.parent / f"{package}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        take(lock, lambda: report(f"waiting for another run that builds tests/{package}"))
         if not kept.exists():
             build(go, package, kept, report)
             remove_unused(package)
@@ -55,17 +55,25 @@ def program(package: str, report: Report) -> Path:
     return kept
 
 
+def take(lock: IO[str], waiting: Callable[[], None]) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        waiting()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
 def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rte-tests"
 
 
-def fingerprint(version: str) -> str:
+def fingerprint(package: str, version: str) -> str:
+    """Of all that a program comes from; a program is one folder, which imports no other."""
     digest = hashlib.sha256(repr((version, FLAGS, sorted(ENVIRONMENT.items()))).encode())
-    names = {"go.mod", "go.sum"}
-    for path in sorted(MODULE.rglob("*")):
-        if path.suffix in {".go", ".s"} or path.name in names:
-            digest.update(f"\0{path.relative_to(MODULE)}\0".encode())
-            digest.update(path.read_bytes())
+    sources = [p for p in (MODULE / package).rglob("*") if p.suffix in {".go", ".s"}]
+    for path in sorted([*sources, MODULE / "go.mod", MODULE / "go.sum"]):
+        digest.update(f"\0{path.relative_to(MODULE)}\0".encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -131,7 +139,7 @@ def build(go: str, package: str, target: Path, report: Report) -> None:
         lines = progress(process.stderr, package, most, report)
     if process.returncode:
         partial.unlink(missing_ok=True)
-        raise GoBuildError(failure(package, "\n".join(lines[-20:])))
+        raise GoBuildError(failure(f"build ./{package}", "\n".join(lines)))
     partial.replace(target)
     report(f"built tests/{package} in {time.monotonic() - began:.0f} s")
 
@@ -161,9 +169,8 @@ def run_go(go: str, *args: str) -> str:
 
 
 def failure(what: str, said: str) -> str:
-    modules = (
-        "Modules that are not in Go's cache could not be fetched. "
-        if "dial tcp" in said or "module lookup disabled" in said or "GOPROXY" in said
-        else ""
-    )
-    return f"go could not do {what}:\n{said}\n{modules}{WITHOUT}"
+    """A message with the end of what go said, and what can be done about it."""
+    offline = any(sign in said for sign in ("dial tcp", "module lookup disabled", "GOPROXY list"))
+    hint = "Modules that are not in Go's cache could not be fetched. " if offline else ""
+    end = "\n".join(said.splitlines()[-20:])
+    return f"go {what} failed:\n{end}\n{hint}{WITHOUT}"

@@ -75,11 +75,11 @@ class ApiServer:
 
     def close(self) -> None:
         self.http.clear()
-        self.end()
-        shutil.rmtree(self.ca.parent, ignore_errors=True)  # if it had to be killed
+        if not self.end():
+            shutil.rmtree(self.ca.parent, ignore_errors=True)
 
-    def end(self) -> None:
-        """Close its standard input, which is its sign to end and to remove its folder."""
+    def end(self) -> bool:
+        """Close its standard input, its sign to remove its folder and end; whether it did."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -88,9 +88,9 @@ class ApiServer:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
         self.process.stdout.close()
         self.stderr.close()
+        return self.process.wait() == 0
 
     def log(self) -> str:
         self.stderr.seek(0)

@@ -158,7 +158,11 @@ class Kubelet:
         (self.dir / "machine.json").write_text(json.dumps(self.machine))
         self.configure(config or {})
         self.process: Process | None = None
-        self.start()
+        try:
+            self.start()
+        except KubeletError:
+            self.close()
+            raise
 
     def __enter__(self) -> "Kubelet":
         return self

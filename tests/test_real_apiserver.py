@@ -129,13 +129,9 @@ def test_an_admission_policy_denies(apiserver: ApiServer) -> None:
     apiserver.apply(nrt("allowed", "4"))
 
 
-def test_nothing_is_left_when_its_input_ends(go_program: GoProgram) -> None:
-    with ApiServer(go_program("apiserver")) as server:
-        folder = server.ca.parent
-        assert folder.is_dir()
-        server.process.stdin.close()  # type: ignore[union-attr]
-        server.process.wait(20)
-        assert not folder.exists()
+def test_a_server_that_cannot_start_says_why(go_program: GoProgram) -> None:
+    with pytest.raises(ApiServerError, match="unknown flag: --no-such-flag"):
+        ApiServer(go_program("apiserver"), ["--no-such-flag"])
 
 
 def until(holds: Any, what: str, *, within_s: float = 10) -> None:

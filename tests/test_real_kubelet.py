@@ -2,10 +2,15 @@
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 import pytest
 
+from plugin.api import deviceplugin_pb2_grpc as device_service
+from plugin.api import pluginregistration_pb2 as registration
+from plugin.api import pluginregistration_pb2_grpc as registration_service
 from rte.kubelet.api import podresources_pb2 as api
 from rte.kubelet.api import podresources_pb2_grpc as service
 from tests.real_kubelet import Kubelet, KubeletError, numa_nodes, pod
@@ -102,6 +107,32 @@ def test_an_unhealthy_device_is_not_allocatable(kubelet: StartKubelet, gpus: Sim
     gpus.set_unhealthy("GPU-3")
     k.wait_devices(GPU, 7)
     assert (k.state().capacity[GPU], k.state().allocatable[GPU]) == ("8", "7")
+
+
+class Registrar(registration_service.RegistrationServicer):
+    """What the plugin watcher asks of a socket that it finds."""
+
+    def GetInfo(self, request: registration.InfoRequest, context: Any) -> registration.PluginInfo:
+        return registration.PluginInfo(
+            type="DevicePlugin", name=GPU, supported_versions=["v1beta1"]
+        )
+
+    def NotifyRegistrationStatus(
+        self, request: registration.RegistrationStatus, context: Any
+    ) -> registration.RegistrationStatusResponse:
+        return registration.RegistrationStatusResponse()
+
+
+def test_the_plugin_watcher_finds_a_socket(kubelet: StartKubelet, gpus: SimplePlugin) -> None:
+    k = kubelet()
+    server = grpc.server(ThreadPoolExecutor(4))
+    registration_service.add_RegistrationServicer_to_server(Registrar(), server)
+    device_service.add_DevicePluginServicer_to_server(gpus, server)
+    server.add_insecure_port(f"unix://{k.registry_dir}/gpu.sock")
+    server.start()
+    k.wait_devices(GPU, 8)
+    gpus.changed.put(False)
+    server.stop(None).wait()
 
 
 def test_cpus_memory_and_huge_pages_are_bound_to_nodes_with_gaps_in_their_numbers(

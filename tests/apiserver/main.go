@@ -60,11 +60,9 @@ func run(dir string, args []string) error {
 		close(inputEnded)
 	}()
 
-	etcd, err := startEtcd(dir)
-	if err != nil {
+	if err := startEtcd(dir); err != nil {
 		return err
 	}
-	defer etcd.Close()
 	// The port is known before anything is started, and nobody can take it.
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -90,7 +88,9 @@ func run(dir string, args []string) error {
 		return err
 	}
 	select {
-	case <-inputEnded: // a graceful end would wait for watches
+	case <-inputEnded:
+		// Nobody needs the data, and a graceful end takes seconds: the process
+		// just ends, its folder removed under it.
 		return nil
 	case err := <-ended:
 		return err
@@ -99,7 +99,7 @@ func run(dir string, args []string) error {
 
 // startEtcd runs the only member of an etcd that nothing but the API server
 // can reach and that never waits for a disk.
-func startEtcd(dir string) (*embed.Etcd, error) {
+func startEtcd(dir string) error {
 	c := embed.NewConfig()
 	c.Dir = filepath.Join(dir, "etcd")
 	socket := func(name string) []url.URL { return []url.URL{{Scheme: "unix", Path: filepath.Join(dir, name)}} }
@@ -110,15 +110,15 @@ func startEtcd(dir string) (*embed.Etcd, error) {
 	c.UnsafeNoFsync = true
 	e, err := embed.StartEtcd(c)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	select {
 	case <-e.Server.ReadyNotify():
-		return e, nil
+		return nil
 	case err := <-e.Err():
-		return nil, err
+		return err
 	case <-time.After(patience):
-		return nil, errors.New("etcd did not become ready")
+		return errors.New("etcd did not become ready")
 	}
 }
 

@@ -152,7 +152,11 @@ func (n *Node) startManagers(running bool) error {
 	}
 	go drain(n.ctx, n.devices)
 
-	plugins := pluginmanager.NewPluginManager(filepath.Join(n.root, "plugins_registry"), &record.FakeRecorder{})
+	registry := filepath.Join(n.root, "plugins_registry")
+	if err := os.MkdirAll(registry, 0o750); err != nil {
+		return err
+	}
+	plugins := pluginmanager.NewPluginManager(registry, &record.FakeRecorder{})
 	plugins.AddHandler(pluginregistration.DevicePlugin, n.devices.GetWatcherHandler())
 	go plugins.Run(n.ctx, around, n.ctx.Done())
 	return nil
