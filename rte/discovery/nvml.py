@@ -497,7 +497,7 @@ class Worker:
                     self.write(WorkerLine(doing="nvmlInit"))
                     open_nvml()
                     opened = True
-                self.write(WorkerLine(doing="reading"))
+                self.write(WorkerLine(doing="the reading"))
                 reading = read_nvml(notes)
                 self.write(WorkerLine(id=request.read, reading=reading, notes=tuple(notes)))
                 self.listen(reading)
@@ -564,13 +564,14 @@ def lines_out() -> Callable[[WorkerLine], None]:
     return write
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> None:
     """`python -m rte.discovery.nvml [EVENT_WAIT_MS]`"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal is for the daemon
     write = lines_out()
     Worker(write, wait_ms=int(arguments[0]) if arguments else 500).run(lines_in())
-    return 0
+    # Not by return: the interpreter would wait for the thread that reads standard input.
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

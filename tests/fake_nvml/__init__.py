@@ -20,6 +20,7 @@ Lines of the control file; GPU is a position in nvml.json, a bus id, a UUID or `
     mig-gone GPU INDEX                that MIG device was destroyed
     events GPU MASK                   the event types that the GPU supports
     driver VERSION
+    print WORD                        nvmlInit prints it to standard output
     event NUMBER GPU TYPE DATA [GPU-INSTANCE COMPUTE-INSTANCE]     numbers rise
 """
 

@@ -82,7 +82,7 @@ typedef struct {
     unsigned char clusterUuid[16];
     nvmlReturn_t status;
     unsigned cliqueId;
-    unsigned char state; /* one byte: what follows it is padding, left as the caller had it */
+    unsigned char state; /* one byte; nvidia-ml-py reads the padding behind it too, so we soil it */
 } nvmlGpuFabricInfo_t;
 
 typedef struct {
@@ -542,6 +542,12 @@ EXPORT nvmlReturn_t nvmlInitWithFlags(unsigned flags) {
     const char *device = getenv("FAKE_NVML_DEVICE");
     if (!reading || sessions == 64) return UNKNOWN;
     session_fds[sessions++] = device ? open(device, O_RDONLY | O_CREAT | O_CLOEXEC, 0644) : -1;
+    char words[WORDS][64];
+    const char *at = control;
+    while (directive(&at, "print", words)) { /* libraries do print, and to standard output */
+        puts(words[0]);
+        fflush(stdout);
+    }
     journal("init");
     return OK;
 }
@@ -894,6 +900,7 @@ static nvmlReturn_t fabric(const json *gpu, unsigned char cluster[16], nvmlRetur
             digits++;
         }
     *clique = (unsigned)number(f, "clique", 0);
+    memset(state, 0xAA, 4);
     *state = (unsigned char)(said ? atoi(words[0]) : number(f, "state", 0));
     *status = (nvmlReturn_t)(said && words[1][0] ? atoi(words[1]) : number(f, "status", 0));
     return OK;
