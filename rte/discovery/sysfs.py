@@ -531,9 +531,9 @@ def read_other(tree: Tree, name: str, path: str) -> Nic | None:
     members: tuple[str, ...]
     if "/virtual/" in path:
         slaves = tree.read(f"{NET}/{name}/bonding/slaves")
-        if slaves is None and not tree.exists(f"{NET}/{name}/bonding"):
+        if slaves is None:  # loading the driver makes a bond0 that bonds nothing
             return None
-        kind, members = "bond", tuple(sorted((slaves or "").split()))
+        kind, members = "bond", tuple(sorted(slaves.split()))
     elif "/usb" in path or function(path) is not None:
         return None
     else:

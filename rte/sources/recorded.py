@@ -210,6 +210,7 @@ FUNCTION = (
     "subsystem_vendor",
     "vendor",
     "virtfn*",
+    "virtio*/net",
 )
 NETDEV = (
     "addr_assign_type",
@@ -259,8 +260,8 @@ PROC = (
     "driver/nvidia/gpus/*/numa_status",
     "driver/nvidia/params",
     "driver/nvidia/version",
+    "sys/kernel/osrelease",
     "sys/kernel/random/boot_id",
-    "version",
 )
 
 
@@ -314,7 +315,7 @@ def lines_of(root: Path, top: str, folder: str, patterns: Iterable[str]) -> Iter
 
 def line_of(path: Path, place: str) -> Iterator[str]:
     if path.is_symlink():
-        yield f"{place} -> {os.readlink(path)}"
+        yield f"{place} -> {os.readlink(path).rstrip('/')}"
     elif not path.is_dir():
         content = path.read_bytes().decode(errors="replace").removesuffix("\n")
         yield f"{place} = {escape(content)}".rstrip(" ")
