@@ -1,0 +1,48 @@
+"""That the Go programs are formatted, and built when they have to be and no oftener."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import gobuild
+
+
+@pytest.mark.usefixtures("go_program")
+def test_go_is_formatted() -> None:
+    root = Path(gobuild.run_go(gobuild.toolchain()[0], "env", "GOROOT").strip())
+    sources = sorted(str(path) for path in gobuild.MODULE.glob("*/*.go"))
+    command = [str(root / "bin" / "gofmt"), "-l", *sources]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
+
+
+@pytest.mark.usefixtures("go_program")
+def test_a_program_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gobuild, "MODULE", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "go.mod").write_text("module test\n\ngo 1.26.0\n")
+    (tmp_path / "go.sum").touch()
+    (tmp_path / "hello").mkdir()
+    source = tmp_path / "hello" / "main.go"
+    source.write_text('package main\n\nfunc main() { println("one") }\n')
+    reports: list[str] = []
+
+    def says() -> str:
+        path = gobuild.program("hello", reports.append)
+        return subprocess.run([path], capture_output=True, text=True, check=True).stderr
+
+    assert [says(), says()] == ["one\n", "one\n"]
+    assert sum(line.startswith("built") for line in reports) == 1
+    source.write_text(source.read_text().replace("one", "two"))
+    assert says() == "two\n"
+    source.write_text("package main\n\nfunc main() { nonsense }\n")
+    with pytest.raises(gobuild.GoBuildError, match="undefined: nonsense"):
+        says()
+    assert [p.name for p in (tmp_path / "cache" / "rte-tests").glob("hello-*.*")] == []
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"), [("1.25.9", "1.26.0"), ("1.9", "1.26.0"), ("1.26.0", "1.26.8")]
+)
+def test_versions_are_compared_as_numbers(older: str, newer: str) -> None:
+    assert gobuild.numbers(older) < gobuild.numbers(newer)
