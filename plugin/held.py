@@ -1,0 +1,88 @@
+"""What is in use on this node, as far as it is known at the moment of a call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from rte.model import DeviceId, PciAddress, Usage, pci_address
+
+# PodResources shows an allocation as soon as the kubelet has written its checkpoint; a pod that
+# is not there by then was refused after our Allocate, and there is no call that would say so.
+OWN_ALLOCATION_S = 10.0
+
+
+class NicUse(NamedTuple):
+    """Which compute NICs containers hold, as far as their ids are PCI addresses."""
+
+    held: frozenset[PciAddress] = frozenset()
+    own: frozenset[PciAddress] = frozenset()
+    """Those of the one container that has compute NICs and no GPU, which may be about to get one:
+    the calls name no pod. Empty when there is no such container, or several."""
+
+
+NO_NICS = NicUse()
+
+
+def nic_use(usage: Usage, *, nics: frozenset[PciAddress], gpus: frozenset[DeviceId]) -> NicUse:
+    """Who holds which of the compute NICs `nics`; `gpus` are the ids that we hand out."""
+    held: set[PciAddress] = set()
+    waiting = []
+    for container in (c for pod in usage.pods for c in pod.containers):
+        ids = {device.id for device in container.devices}
+        here = nics.intersection(filter(None, map(_address, ids)))
+        held |= here
+        if here and not ids & gpus:
+            waiting.append(here)
+    return NicUse(frozenset(held), frozenset(waiting[0]) if len(waiting) == 1 else frozenset())
+
+
+def _address(id: DeviceId) -> PciAddress | None:
+    try:
+        return pci_address(id)
+    except ValueError:
+        return None
+
+
+class Held:
+    """The ids that PodResources last showed, and our own allocations it may not have seen.
+
+    Threads share it: calls read, one thread tells it what PodResources says.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._listed: frozenset[DeviceId] = frozenset()
+        self._own: dict[DeviceId, float] = {}  # by id, when it was allocated
+        self.nics = NO_NICS
+
+    def ids(self) -> frozenset[DeviceId]:
+        """The ids in use, replicas as `<id>::<n>`."""
+        oldest = self._clock() - OWN_ALLOCATION_S
+        with self._lock:
+            return self._listed.union(i for i, taken in self._own.items() if taken > oldest)
+
+    def allocated(self, ids: Iterable[DeviceId]) -> None:
+        """Take note of an Allocate that is being answered."""
+        now = self._clock()
+        with self._lock:
+            self._own.update((id, now) for id in ids)
+
+    def listed(self, ids: frozenset[DeviceId], *, asked: float, nics: NicUse = NO_NICS) -> None:
+        """Take note of a list of ids in use that was asked for at `asked` (monotonic seconds).
+
+        An own allocation that this list shows is its to say from now on; an older list that
+        shows the id shows who had it before.
+        """
+        oldest = self._clock() - OWN_ALLOCATION_S
+        with self._lock:
+            self._listed = ids
+            self.nics = nics
+            self._own = {
+                id: taken
+                for id, taken in self._own.items()
+                if taken > oldest and not (id in ids and taken <= asked)
+            }

@@ -1,0 +1,404 @@
+"""The device plugin as one object: told what the machine is, it keeps the kubelet told."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from plugin import cdi
+from plugin.allocation import Handing, Owner, owners, read_nodes
+from plugin.decisions import Decisions
+from plugin.devices import Advertised, Advertising, Device, Known, devices, remember
+from plugin.held import Held, nic_use
+from plugin.registration import Registration, Signature
+from plugin.service import Resource, Tables
+from rte.graph.build import Graph, build
+from rte.graph.parts import Sharing
+from rte.kubelet.usage import KubeletError, channel, claimed, read_allocatable, read_usage
+from rte.kubelet.watch import FileWatch, watch
+from rte.model import DeviceId, FaultClass, Faults, Machine, PciAddress, Usage
+
+log = logging.getLogger(__name__)
+
+# The kubelet writes it at each change of what devices are held: time to ask PodResources.
+CHECKPOINT = "kubelet_internal_checkpoint"
+USAGE_POLL_S = 10.0
+# PodResources has 100 calls a second for all clients; changes that come together are one call.
+USAGE_PAUSE_S = 0.05
+KUBELET_CALL_S = 5.0
+# While all is well, and while a resource is not (yet) what the kubelet should see.
+CHECK_WELL_S, CHECK_ILL_S = 10.0, 1.0
+# A kubelet that was told of healthy devices and has none of them for so long has lost the plugin.
+LOST_BY_KUBELET_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """All that can be said to the device plugin."""
+
+    plugin_dir: Path = Path("/var/lib/kubelet/device-plugins")
+    pod_resources: Path | None = None  # None: `observe` is told, or nobody knows what is in use
+    advertising: Advertising = field(default_factory=Advertising)
+    handing: Handing = field(default_factory=Handing)
+    sharing: Sharing = Sharing.DISTRIBUTED
+    compute_nics: tuple[str, ...] = ()  # patterns, as `nics.compute`
+    cdi_directories: tuple[Path, ...] = (Path("/etc/cdi"), Path("/var/run/cdi"))
+    cdi_nodes_only: bool = False
+    dev: Path = Path("/dev")
+    proc: Path = Path("/proc")
+
+
+class DevicePlugin:
+    """Every resource of the machine, each with a server of its own.
+
+    `update` is called with each changed machine, from any thread; the calls of the kubelet use the
+    tables of the one before until the new ones are ready. Nothing is registered before the first.
+    """
+
+    def __init__(self, options: Options, *, on_allocate: Callable[[], None] | None = None) -> None:
+        """`on_allocate` is called in each Allocate before its answer is sent; it must not wait."""
+        self.options = options
+        self.resources: Mapping[str, Resource] = {}
+        self.registrations: Mapping[str, Registration] = {}
+        self.decisions = Decisions()
+        self.held = Held()
+        self.usage_faults = 0  # PodResources calls that failed
+        self._on_allocate = on_allocate or (lambda: None)
+        self._lock = threading.RLock()  # of everything that update() makes
+        self._machine: Machine | None = None
+        self._faults: Faults = {}
+        self._graph: Graph | None = None
+        self._suspects: frozenset[PciAddress] = frozenset()
+        self._known: Mapping[PciAddress, Known] = {}
+        self._withheld: Mapping[str, str] = {}
+        self._said: set[str] = set()
+        self._started = False
+        self._stopping = threading.Event()
+        self._wake = threading.Event()
+        self._usage_due = threading.Event()
+        self._usage_seen = False
+        self._usage_problem: str | None = None
+        self._logged = 0  # number of the last decision that is in the log
+        self._lost: dict[str, Lost] = {}
+        self._thread = threading.Thread(target=self._run, name="plugin", daemon=True)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the machine is known and each of its resources is registered."""
+        registrations = self.registrations.values()
+        return self._machine is not None and all(r.registered_at for r in registrations)
+
+    def start(self) -> None:
+        """Begin to serve; what `update` told before is registered now.
+
+        Raises CdiError when CDI is asked for and cannot work, KubeletError for a socket path that
+        is too long.
+        """
+        options = self.options
+        if options.handing.has_cdi:
+            listed = cdi.read_listed(options.cdi_directories)
+            own = cdi.wants_own(options.handing, nodes_only=options.cdi_nodes_only, listed=listed)
+            cdi.check_start(options.handing, listed, options.cdi_directories, own=own)
+        with self._lock:
+            self._started = True
+            for registration in self.registrations.values():
+                registration.start()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when all servers have ended and their sockets are gone."""
+        self._stopping.set()
+        self._wake.set()
+        with self._lock:
+            registrations = tuple(self.registrations.values()) if self._started else ()
+            self._started = False
+        for registration in registrations:
+            registration.ask_to_stop()
+        for registration in registrations:
+            registration.stop()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def update(self, machine: Machine, faults: Faults, *, graph: Graph | None = None) -> None:
+        """Take a changed machine or changed faults; `graph` spares building the machine's again."""
+        suspects = frozenset(
+            address
+            for address, found in faults.items()
+            if any(f.severity is FaultClass.DEGRADED and "nvlink" in f.reason for f in found)
+        )
+        with self._lock:
+            if graph is not None:
+                self._graph = graph
+            elif self._graph is None or machine != self._machine or suspects != self._suspects:
+                self._graph = build(
+                    machine, suspects=suspects, compute_nics=self.options.compute_nics
+                )
+            self._machine, self._faults, self._suspects = machine, faults, suspects
+            self._publish()
+
+    def withhold(self, withheld: Mapping[str, str]) -> None:
+        """Cordon devices, by id or PCI address, with the reason; pods that run on them stay."""
+        with self._lock:
+            self._withheld = withheld
+            self._publish_again()
+
+    def observe(self, usage: Usage, *, asked: float) -> None:
+        """Take note of what PodResources shows, asked for at `asked` (monotonic seconds)."""
+        machine, graph = self._machine, self._graph
+        if machine is None or graph is None:
+            return
+        ids = frozenset().union(*usage.device_ids().values()) | claimed(usage, machine)
+        ours = frozenset(d.id for r in self.resources.values() for d in r.tables.devices.values())
+        nics = frozenset(nic.pci for nic in graph.nics if nic.pci is not None)
+        self.held.listed(ids, asked=asked, nics=nic_use(usage, nics=nics, gpus=ours))
+        self._usage_seen = True
+
+    # What update() makes
+
+    def _publish_again(self) -> None:
+        with self._lock:
+            if self._machine is not None:
+                self._publish()
+
+    def _publish(self) -> None:
+        assert self._machine is not None
+        held = self.held.ids() if self._usage_seen else None
+        self._known = remember(self._known, self._machine, held)
+        advertised = devices(
+            self._machine,
+            self._faults,
+            options=self.options.advertising,
+            known=self._known,
+            withheld=self._withheld,
+        )
+        for sentence in advertised.left_out:
+            self._say_once(sentence)
+        made = self._tables(advertised)
+        fresh = {}
+        for name, tables in made.items():
+            resource = self.resources.get(name)
+            if resource is None:
+                fresh[name] = self._resource(name, tables)
+                log.info("%s: %s", name, _summary(tables.devices.values()))
+            else:
+                self._replace(resource, tables)
+        self.resources = {**self.resources, **fresh}
+        self.registrations = {
+            **self.registrations,
+            **{name: Registration(r, self.options.plugin_dir) for name, r in fresh.items()},
+        }
+        if self._started:
+            for name in fresh:
+                self.registrations[name].start()
+
+    def _replace(self, resource: Resource, tables: Tables) -> None:
+        before = resource.tables.devices
+        if resource.update(tables):
+            log.info("%s: %s", resource.name, _summary(tables.devices.values()))
+        for id in before.keys() - tables.devices.keys():
+            log.warning("%s: %s is no device of this machine any more", resource.name, id)
+
+    def _resource(self, name: str, tables: Tables) -> Resource:
+        return Resource(
+            name,
+            tables,
+            held=self.held,
+            decisions=self.decisions,
+            on_allocate=self._allocated,
+            on_decision=self._wake.set,
+        )
+
+    def _tables(self, advertised: Advertised) -> Mapping[str, Tables]:
+        """Tables for each resource that there is, or was: that one has an empty list."""
+        assert self._graph is not None
+        options = self.options
+        who = owners(known.gpu for known in self._known.values())
+        nodes = read_nodes(dev=options.dev, proc=options.proc)
+        names: Mapping[DeviceId, str] = {}
+        extra: tuple[str, ...] = ()
+        if options.handing.has_cdi:
+            names, extra = self._cdi(advertised, who)
+        gone: dict[str, tuple[Device, ...]] = dict.fromkeys(self.resources, ())
+        return {
+            name: Tables(
+                graph=self._graph,
+                devices={device.id: device for device in listed},
+                owners=who,
+                handing=options.handing,
+                nodes=nodes,
+                cdi_names=names,
+                cdi_extra=extra,
+                healthy=frozenset(device.id for device in listed if device.healthy),
+                nics=frozenset(nic.pci for nic in self._graph.nics if nic.pci is not None),
+                parts=_parts(listed, who),
+                sharing=options.sharing,
+            )
+            for name, listed in {**gone, **advertised.resources}.items()
+        }
+
+    def _cdi(
+        self, advertised: Advertised, who: Mapping[DeviceId, Owner]
+    ) -> tuple[Mapping[DeviceId, str], tuple[str, ...]]:
+        options = self.options
+        listed = cdi.read_listed(options.cdi_directories)
+        own = cdi.wants_own(options.handing, nodes_only=options.cdi_nodes_only, listed=listed)
+        ids = dict.fromkeys(d.holds for found in advertised.resources.values() for d in found)
+        if own:
+            nodes = read_nodes(dev=options.dev, proc=options.proc)
+            spec = cdi.nodes_spec(ids, owners=who, handing=options.handing, nodes=nodes)
+            try:
+                cdi.write_spec(spec, options.cdi_directories[-1])
+            except cdi.CdiError as error:
+                self._say_once(str(error))
+        names = cdi.names(ids, owners=who, handing=options.handing, listed=listed, own=own)
+        for id in ids:
+            if id not in names:
+                self._say_once(
+                    f"no CDI specification lists {id}, pods that are given it will fail: "
+                    f"`{cdi.MAKE_GPUS}`"
+                )
+        return names, cdi.extra_names(options.handing, listed)
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            log.warning("%s", sentence)
+
+    def _allocated(self) -> None:
+        self._usage_due.set()
+        self._on_allocate()
+
+    # What the thread does
+
+    def _run(self) -> None:
+        files: FileWatch | None = None
+        kubelet: grpc.Channel | None = None
+        if self.options.pod_resources is not None:
+            files = watch([self.options.plugin_dir / CHECKPOINT], self._checkpoint_changed)
+            kubelet = channel(self.options.pod_resources)
+        usage_at = check_at = 0.0
+        while not self._stopping.is_set():
+            self._log_decisions()
+            now = time.monotonic()
+            if kubelet is not None and (self._usage_due.is_set() or now >= usage_at):
+                self._usage_due.clear()
+                self._read_usage(kubelet)
+                usage_at = now + USAGE_POLL_S
+            if now >= check_at:
+                well = self._check(kubelet)
+                check_at = now + (CHECK_WELL_S if well else CHECK_ILL_S)
+                if self.options.handing.has_cdi:
+                    self._publish_again()  # the toolkit writes its files when it likes
+            next_at = min(check_at, usage_at) if kubelet is not None else check_at
+            self._wake.wait(max(next_at - time.monotonic(), 0))
+            self._wake.clear()
+            self._stopping.wait(USAGE_PAUSE_S)
+        self._log_decisions()
+        if files is not None:
+            files.close()
+        if kubelet is not None:
+            kubelet.close()
+
+    def _checkpoint_changed(self, path: Path) -> None:
+        self._usage_due.set()
+        self._wake.set()
+
+    def _log_decisions(self) -> None:
+        """A line each, here and not in the call: a full pipe must not hold up an admission."""
+        for decision in self.decisions.since(self._logged):
+            log.info("%s", decision)
+            self._logged = decision.number
+
+    def _read_usage(self, kubelet: grpc.Channel) -> None:
+        asked = time.monotonic()
+        try:
+            usage = read_usage(kubelet, KUBELET_CALL_S)
+        except KubeletError as error:
+            self._usage_failed(error)
+        else:
+            self._usage_problem = None
+            self.observe(usage, asked=asked)
+
+    def _usage_failed(self, error: KubeletError) -> None:
+        self.usage_faults += 1
+        if self._usage_problem != str(error):
+            self._usage_problem = str(error)
+            log.warning("what is in use is not known for now: %s", error)
+
+    def _check(self, kubelet: grpc.Channel | None) -> bool:
+        """Whether the kubelet has what it was told; a plugin it has lost registers once more."""
+        registrations = {n: r for n, r in self.registrations.items() if r.registered_at}
+        if len(registrations) < len(self.registrations):
+            return False
+        seen = self._allocatable(kubelet)
+        now = time.monotonic()
+        well = True
+        for name, registration in registrations.items():
+            resource = self.resources[name]
+            healthy = resource.tables.healthy
+            lost = resource.counters.streams == 0 or (
+                seen is not None and healthy and not healthy & seen.get(name, frozenset())
+            )
+            if not lost:
+                self._lost.pop(name, None)
+                continue
+            well = False
+            found = self._lost.setdefault(name, Lost(since=now))
+            if (
+                now - found.since >= LOST_BY_KUBELET_S
+                and found.retried != registration.kubelet_seen
+            ):
+                found.retried = registration.kubelet_seen
+                registration.again(
+                    f"the kubelet has had none of {len(healthy)} healthy devices for "
+                    f"{now - found.since:.0f} s"
+                )
+        return well
+
+    def _allocatable(
+        self, kubelet: grpc.Channel | None
+    ) -> Mapping[str, frozenset[DeviceId]] | None:
+        """Healthy ids by resource as the kubelet has them; None when it does not say."""
+        if kubelet is None:
+            return None
+        try:
+            found = read_allocatable(kubelet, KUBELET_CALL_S)
+        except KubeletError as error:
+            self._usage_failed(error)
+            return None
+        ids: dict[str, set[DeviceId]] = {}
+        for device in found.devices:
+            ids.setdefault(device.resource, set()).add(device.id)
+        return {resource: frozenset(these) for resource, these in ids.items()}
+
+
+@dataclass(slots=True, kw_only=True)
+class Lost:
+    """A registered resource of which the kubelet has nothing."""
+
+    since: float  # monotonic seconds
+    retried: Signature | None = None  # the kubelet that was registered with again for it
+
+
+def _parts(
+    listed: Iterable[Device], who: Mapping[DeviceId, Owner]
+) -> Mapping[DeviceId, DeviceId] | None:
+    """Each slice's or replica's GPU; None when all are whole GPUs."""
+    gpus = {device.id: who[device.holds].gpu.uuid for device in listed if device.holds in who}
+    if all(id == gpu for id, gpu in gpus.items()):
+        return None
+    return {id: gpu for id, gpu in gpus.items() if gpu is not None}
+
+
+def _summary(listed: Iterable[Device]) -> str:
+    listed = tuple(listed)
+    ill = [f"{device.id} {device.unhealthy}" for device in listed if not device.healthy]
+    return f"{len(listed)} devices, {len(listed) - len(ill)} healthy" + (
+        f" ({', '.join(ill)} not)" if ill else ""
+    )
