@@ -271,12 +271,13 @@ class Child:
         self.ending = True
         assert self.process.stdin is not None
         self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self.process.wait(timeout=END_S)
-            return
-        self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=END_S / 2)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=END_S / 2)
+        self.thread.join(timeout=END_S / 4)
 
     def obituary(self) -> str:
         """How the process ended, in words that are the same each time it ends so."""
