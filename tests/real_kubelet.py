@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -19,6 +20,8 @@ Json = dict[str, Any]
 
 # The longest socket path that Linux takes, without the closing zero.
 SOCKET_PATH_BYTES = 107
+# Of a plugin's socket, which is named after its resource.
+SOCKET_NAME_BYTES = 40
 
 
 class KubeletError(Exception):
@@ -262,13 +265,18 @@ class Kubelet:
 
 
 def short_folder() -> Path:
-    """A new folder with room for the names of sockets in it."""
-    made = Path(tempfile.mkdtemp(prefix="rte-"))
-    room = SOCKET_PATH_BYTES - len(str(made / "kubelet" / "device-plugins")) - 1
-    if room < 32:  # a plugin's socket is named after its resource
-        made.rmdir()
-        made = Path(tempfile.mkdtemp(prefix="rte-", dir="/tmp"))
-    return made
+    """A new folder with room for the names of sockets in it.
+
+    In memory where there is such a place: the kubelet waits for the disk after every change of its
+    state, and an admission takes ten times as long then.
+    """
+    memory = Path("/dev/shm")
+    places = [str(memory)] if os.access(memory, os.W_OK) else []
+    for place in [*places, tempfile.gettempdir(), "/tmp"]:
+        room = SOCKET_PATH_BYTES - len(f"{place}/rte-xxxxxxxx/kubelet/device-plugins/")
+        if room >= SOCKET_NAME_BYTES:
+            return Path(tempfile.mkdtemp(prefix="rte-", dir=place))
+    raise KubeletError("no folder with a path short enough for sockets")
 
 
 def least_reservations(config: Mapping[str, Any], machine: Sequence[Mapping[str, Any]]) -> Json:
