@@ -102,7 +102,8 @@ def read_kubeconfig(path: Path, *, context: str | None = None) -> Access:
         raise ApiError(str(path), "NoAccess", problem)
 
     def entry(section: str, name: object) -> dict[str, Any]:
-        for item in config.get(section) or ():
+        items = config.get(section)
+        for item in items if isinstance(items, list) else ():
             if isinstance(item, dict) and item.get("name") == name:
                 found = item.get(section.removesuffix("s")) or {}
                 if isinstance(found, dict):
@@ -122,7 +123,7 @@ def read_kubeconfig(path: Path, *, context: str | None = None) -> Access:
                 refuse(f"{key}: {file}: {error.strerror}")
         return None
 
-    import yaml  # noqa: PLC0415 - 1 MiB that a pod with a service account need not pay
+    import yaml  # noqa: PLC0415 - memory that a pod with a service account need not pay
 
     try:
         config = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

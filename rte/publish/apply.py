@@ -117,9 +117,11 @@ class ApiServer:
         query = {"fieldSelector": f"spec.nodeName={node}", "limit": str(PODS_A_PAGE)}
         pods: list[bytes] = []
         while True:
-            page = msgspec.json.decode(
-                self._request("GET", "/api/v1/pods", query=query), type=_PodList
-            )
+            text = self._request("GET", "/api/v1/pods", query=query)
+            try:
+                page = msgspec.json.decode(text, type=_PodList)
+            except msgspec.DecodeError as error:
+                raise ApiError(f"list of the pods on {node}", "Malformed", str(error)) from error
             pods += [bytes(item) for item in page.items]
             if not page.metadata.continue_:
                 return pods, page.metadata.resourceVersion

@@ -11,12 +11,15 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import msgspec
 
 from rte.model import PodFacts, PodName
 from rte.publish.access import ApiError
 from rte.publish.apply import ApiServer
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +88,7 @@ class PodWatch:
                     self._regain()
                     continue
                 kind, text = change
-                version = msgspec.json.decode(text, type=_Versioned).metadata.resourceVersion
+                version = _decoded(text, _Versioned).metadata.resourceVersion
                 if kind != "BOOKMARK":
                     pod = parse_pod(text)
                     now = dict(facts)
@@ -128,7 +131,7 @@ class PodWatch:
 def retry_s(error: ApiError, failures: int, *, chance: float) -> float:
     """How long to wait after the n-th failure in a row."""
     if error.status == 410:
-        return 0
+        return RETRY_FIRST_S
     if error.status == 403:
         return FORBIDDEN_RETRY_S
     wait_s = min(RETRY_FIRST_S * 2.0 ** min(failures - 1, 30), RETRY_LONGEST_S)
@@ -176,10 +179,7 @@ class _Pod(msgspec.Struct):
 
 def parse_pod(text: bytes) -> PodFacts:
     """A pod's facts from its JSON. Raises ApiError when it is none."""
-    try:
-        pod = msgspec.json.decode(text, type=_Pod)
-    except msgspec.DecodeError as error:
-        raise ApiError("pods of this node", "Malformed", str(error)) from error
+    pod = _decoded(text, _Pod)
     sidecars = [c for c in pod.spec.initContainers or () if c.restartPolicy == "Always"]
     return PodFacts(
         pod=PodName(namespace=pod.metadata.namespace, name=pod.metadata.name),
@@ -187,6 +187,13 @@ def parse_pod(text: bytes) -> PodFacts:
         qos=pod.status.qosClass,
         requests={c.name: _requests(c) for c in (*sidecars, *pod.spec.containers)},
     )
+
+
+def _decoded(text: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError as error:
+        raise ApiError("pods of this node", "Malformed", str(error)) from error
 
 
 def _requests(container: _Container) -> Mapping[str, str]:

@@ -1,0 +1,582 @@
+"""What the publisher writes, against a real API server: created, applied, patched, or nothing."""
+
+import copy
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rte.publish.access import Access, ApiError, in_cluster, read_kubeconfig
+from rte.publish.apply import ApiServer
+from rte.publish.patch import changes
+from rte.publish.publisher import (
+    REPORTED_S,
+    ApiSink,
+    FolderSink,
+    Outcome,
+    Publication,
+    Wrote,
+    last_foreign_writer,
+    published_policy,
+)
+from tests.http_faults import Fault, FaultyProxy
+from tests.real_apiserver import APPLY, MERGE
+from tests.real_apiserver import ApiServer as RealApiServer
+
+CRD = Path(__file__).parents[1] / "crds" / "noderesourcetopology" / "crd.yaml"
+PATH = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/"
+
+Json = dict[str, Any]
+
+
+def nrt(name: str, *, available: int = 4, zones: int = 2) -> Json:
+    def zone(number: int) -> Json:
+        figures = {"capacity": "4", "allocatable": "4", "available": str(available)}
+        return {
+            "name": f"node-{number}",
+            "type": "Node",
+            "costs": [{"name": f"node-{n}", "value": 10 if n == number else 21} for n in range(2)],
+            "resources": [{"name": "nvidia.com/gpu", **figures}],
+        }
+
+    return {
+        "apiVersion": "topology.node.k8s.io/v1alpha2",
+        "kind": "NodeResourceTopology",
+        "metadata": {"name": name, "labels": {"app.kubernetes.io/managed-by": "rte"}},
+        "attributes": [
+            {"name": "nodeTopologyPodsFingerprint", "value": f"pfp0v001{available:016x}"},
+            {"name": "topologyManagerPolicy", "value": "single-numa-node"},
+        ],
+        "zones": [zone(number) for number in range(zones)],
+    }
+
+
+@pytest.fixture(scope="module")
+def real(apiserver: RealApiServer) -> RealApiServer:
+    apiserver.apply_files(CRD)
+    return apiserver
+
+
+NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def node(real: RealApiServer) -> str:
+    name = f"apply-{next(NUMBERS)}"
+    real.create_node(name)
+    return name
+
+
+@pytest.fixture
+def api(real: RealApiServer) -> Iterator[ApiServer]:
+    api = ApiServer(Access(server=real.url, ca_file=real.ca, token=real.token))
+    yield api
+    api.close()
+
+
+@pytest.fixture
+def sink(api: ApiServer, node: str) -> ApiSink:
+    return ApiSink(api, node=node, takeover_after_s=180)
+
+
+def version(real: RealApiServer, name: str) -> str:
+    found: str = real.get(PATH + name)["metadata"]["resourceVersion"]
+    return found
+
+
+def held(outcome: Outcome) -> bool:
+    return outcome.wrote is Wrote.HELD
+
+
+# The ordinary life of an object
+
+
+def test_the_first_body_creates_the_object_owned_by_its_node(
+    real: RealApiServer, sink: ApiSink, node: str
+) -> None:
+    outcome = sink.publish(nrt(node), 0)
+    live = real.get(PATH + node)
+    assert outcome.wrote is Wrote.CREATED
+    assert live["zones"] == nrt(node)["zones"]
+    assert live["metadata"]["labels"] == {"app.kubernetes.io/managed-by": "rte"}
+    (owner,) = live["metadata"]["ownerReferences"]
+    uid = real.get(f"/api/v1/nodes/{node}")["metadata"]["uid"]
+    assert (owner["kind"], owner["name"], owner["uid"]) == ("Node", node, uid)
+
+
+def test_an_unchanged_body_costs_no_request(real: RealApiServer, node: str) -> None:
+    with FaultyProxy(real) as proxy:
+        api = ApiServer(Access(server=proxy.url, token=real.token))
+        sink = ApiSink(api, node=node, takeover_after_s=180)
+        sink.publish(nrt(node), 0)
+        before = version(real, node)
+        requests = len(proxy.seen)
+        assert sink.publish(nrt(node), 1).wrote is Wrote.UNCHANGED
+        assert len(proxy.seen) == requests
+        api.close()
+    assert version(real, node) == before
+
+
+def test_changed_figures_are_a_patch_of_a_fraction_of_the_object(
+    real: RealApiServer, sink: ApiSink, node: str
+) -> None:
+    created = sink.publish(nrt(node), 0)
+    outcome = sink.publish(nrt(node, available=2), 1)
+    assert outcome.wrote is Wrote.PATCHED
+    assert outcome.size_bytes < created.size_bytes / 2
+    assert real.get(PATH + node)["zones"] == nrt(node, available=2)["zones"]
+
+
+def test_a_changed_shape_is_an_apply(real: RealApiServer, sink: ApiSink, node: str) -> None:
+    sink.publish(nrt(node), 0)
+    sink.publish(nrt(node, available=3), 1)  # a patch in between owns the lists as an update
+    assert sink.publish(nrt(node, available=3, zones=1), 2).wrote is Wrote.APPLIED
+    assert len(real.get(PATH + node)["zones"]) == 1
+
+
+def test_a_new_process_that_finds_what_it_would_write_writes_nothing(
+    real: RealApiServer, api: ApiServer, sink: ApiSink, node: str
+) -> None:
+    sink.publish(nrt(node), 0)
+    sink.publish(nrt(node, available=1), 1)
+    sink.echo()
+    before = version(real, node)
+    again = ApiSink(api, node=node, takeover_after_s=180)
+    assert again.publish(nrt(node, available=1), 2).wrote is Wrote.UNCHANGED
+    assert version(real, node) == before
+    assert again.publish(nrt(node, available=2), 3).wrote is Wrote.PATCHED
+    assert real.get(PATH + node)["attributes"][-1] == {"name": "rteEcho", "value": "1"}
+
+
+def test_a_new_process_that_finds_something_else_of_ours_applies_at_once(
+    real: RealApiServer, api: ApiServer, sink: ApiSink, node: str
+) -> None:
+    sink.publish(nrt(node), 0)
+    sink.publish(nrt(node, available=1), 1)
+    again = ApiSink(api, node=node, takeover_after_s=180)
+    assert again.publish(nrt(node, available=4), 2).wrote is Wrote.APPLIED
+    assert real.get(PATH + node)["zones"] == nrt(node)["zones"]
+
+
+def test_an_echo_changes_one_attribute_and_nothing_that_is_compared(
+    real: RealApiServer, sink: ApiSink, node: str
+) -> None:
+    sink.publish(nrt(node), 0)
+    for count in ("1", "2"):
+        outcome = sink.echo()
+        assert outcome is not None
+        assert outcome.wrote is Wrote.ECHOED
+        assert real.get(PATH + node)["attributes"][-1] == {"name": "rteEcho", "value": count}
+        assert sink.publish(nrt(node), 1).wrote is Wrote.UNCHANGED
+    assert sink.publish(nrt(node, zones=1), 2).wrote is Wrote.APPLIED
+    assert real.get(PATH + node)["attributes"][-1] == {"name": "rteEcho", "value": "2"}
+    third = sink.echo()
+    assert third is not None
+    assert real.get(PATH + node)["attributes"][-1] == {"name": "rteEcho", "value": "3"}
+
+
+def test_labels_of_the_node_are_ours_alone_to_take_back(
+    real: RealApiServer, sink: ApiSink, node: str
+) -> None:
+    path = f"/api/v1/nodes/{node}"
+    real.ask("PATCH", path, {"metadata": {"labels": {"foreign": "x"}}}, content_type=MERGE)
+
+    def labels(**ours: str) -> Json:
+        return {"apiVersion": "v1", "kind": "Node", "metadata": {"name": node, "labels": ours}}
+
+    assert sink.publish(labels(a="1", b="2"), 0).wrote is Wrote.APPLIED
+    assert sink.publish(labels(a="1", b="2"), 0).wrote is Wrote.UNCHANGED
+    assert sink.publish(labels(a="3"), 0).wrote is Wrote.APPLIED
+    now = real.get(path)["metadata"]["labels"]
+    assert (now["foreign"], now["a"], now.get("b")) == ("x", "3", None)
+
+
+def test_labels_never_create_a_node(real: RealApiServer, api: ApiServer, node: str) -> None:
+    uid = real.get(f"/api/v1/nodes/{node}")["metadata"]["uid"]
+    real.delete(f"/api/v1/nodes/{node}")
+    with pytest.raises(ApiError) as refused:
+        api.label_node(node, {"a": "b"}, uid=uid)
+    assert refused.value.status == 409
+    assert real.request("GET", f"/api/v1/nodes/{node}").status == 404
+
+
+# Others write, too
+
+
+def edit(real: RealApiServer, name: str, change: Json, *, manager: str = "kubectl-edit") -> None:
+    real.ask("PATCH", f"{PATH}{name}?fieldManager={manager}", change, content_type=MERGE)
+
+
+def test_a_label_that_somebody_adds_is_kept_and_hinders_nothing(
+    real: RealApiServer, sink: ApiSink, node: str
+) -> None:
+    sink.publish(nrt(node), 0)
+    edit(real, node, {"metadata": {"labels": {"team": "a"}}})
+    outcome = sink.publish(nrt(node, available=0), 1)
+    assert outcome.wrote.is_write
+    live = real.get(PATH + node)
+    assert live["metadata"]["labels"]["team"] == "a"
+    assert live["zones"] == nrt(node, available=0)["zones"]
+    assert sink.problems(1) == {}
+
+
+def test_a_foreign_edit_is_reported_and_put_back_at_the_next_re_reading_only(
+    real: RealApiServer, sink: ApiSink, node: str
+) -> None:
+    sink.publish(nrt(node), 0)
+    edit(real, node, {"zones": nrt(node, available=0)["zones"]})
+    before = version(real, node)
+    assert held(sink.publish(nrt(node, available=3), 1))
+    assert held(sink.publish(nrt(node, available=2), 2))
+    assert version(real, node) == before
+    assert "kubectl-edit" in next(iter(sink.problems(2).values()))
+    (outcome,) = sink.reread(600)
+    assert outcome.wrote is Wrote.APPLIED
+    assert real.get(PATH + node)["zones"] == nrt(node, available=2)["zones"]
+    assert sink.problems(600 + REPORTED_S - 1)
+    assert not sink.problems(600 + REPORTED_S)
+    assert sink.publish(nrt(node, available=1), 601).wrote is Wrote.PATCHED
+
+
+def test_a_foreign_edit_is_found_by_re_reading_though_nothing_is_to_be_published(
+    real: RealApiServer, api: ApiServer, sink: ApiSink, node: str
+) -> None:
+    sink.publish(nrt(node), 0)
+    (quiet,) = sink.reread(600)
+    assert quiet.wrote is Wrote.UNCHANGED
+    edit(real, node, {"attributes": []}, manager="second-exporter")
+    until(lambda: not (api.read(PATH + node, cached=True) or {}).get("attributes"))
+    (outcome,) = sink.reread(1200)
+    assert outcome.wrote is Wrote.APPLIED
+    assert real.get(PATH + node)["attributes"] == nrt(node)["attributes"]
+    assert "second-exporter" in next(iter(sink.problems(1200).values()))
+
+
+def test_a_deleted_object_is_put_back_at_the_next_re_reading_only(
+    real: RealApiServer, sink: ApiSink, node: str
+) -> None:
+    sink.publish(nrt(node), 0)
+    real.delete(PATH + node)
+    assert held(sink.publish(nrt(node, available=3), 1))
+    assert real.request("GET", PATH + node).status == 404
+    assert "deleted" in next(iter(sink.problems(1).values()))
+    (outcome,) = sink.reread(600)
+    assert outcome.wrote is Wrote.CREATED
+    assert real.get(PATH + node)["zones"] == nrt(node, available=3)["zones"]
+
+
+def test_putting_back_reads_the_nodes_uid_again(
+    real: RealApiServer, api: ApiServer, sink: ApiSink, node: str
+) -> None:
+    sink.publish(nrt(node), 0)
+    real.delete(f"/api/v1/nodes/{node}")
+    real.create_node(node)
+    real.delete(PATH + node)
+    until(lambda: api.read(PATH + node, cached=True) is None)
+    sink.reread(600)
+    (owner,) = real.get(PATH + node)["metadata"]["ownerReferences"]
+    assert owner["uid"] == real.get(f"/api/v1/nodes/{node}")["metadata"]["uid"]
+
+
+def test_a_former_writer_is_taken_over_from_when_it_has_been_silent(
+    real: RealApiServer, api: ApiServer, node: str
+) -> None:
+    former = nrt(node, available=0) | {"topologyPolicies": ["SingleNUMANodeContainerLevel"]}
+    query = "?fieldManager=resource-topology-exporter"
+    real.ask("PATCH", PATH + node + query, former, content_type=APPLY)
+    patient = ApiSink(api, node=node, takeover_after_s=180)
+    outcome = patient.publish(nrt(node), 0)
+    assert held(outcome)
+    assert outcome.again_s is not None
+    assert 170 < outcome.again_s <= 181
+    assert "resource-topology-exporter" in next(iter(patient.problems(0).values()))
+    assert real.get(PATH + node)["zones"] == former["zones"]
+
+    impatient = ApiSink(api, node=node, takeover_after_s=0)
+    until(lambda: impatient.publish(nrt(node), 1).wrote is Wrote.APPLIED)
+    assert real.get(PATH + node)["zones"] == nrt(node)["zones"]
+    assert impatient.publish(nrt(node, available=1), 2).wrote is Wrote.PATCHED
+
+
+def test_entries_of_our_own_manager_are_no_second_writer(
+    real: RealApiServer, sink: ApiSink, node: str
+) -> None:
+    sink.publish(nrt(node), 0)
+    sink.publish(nrt(node, available=1), 1)
+    entries = real.get(PATH + node)["metadata"]["managedFields"]
+    assert {(e["manager"], e["operation"]) for e in entries} == {
+        ("rte", "Apply"),
+        ("rte", "Update"),
+    }
+    assert last_foreign_writer(real.get(PATH + node)) is None
+
+
+def until(holds: Callable[[], bool], within_s: float = 10) -> None:
+    end = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+# Refusals and faults
+
+
+def test_a_missing_definition_says_so(api: ApiServer) -> None:
+    with pytest.raises(ApiError) as refused:
+        api.apply("/apis/fabric.rte.example/v1/gpufabrics/n", {"kind": "GPUFabric"}, force=True)
+    assert refused.value.unknown_kind
+    with pytest.raises(ApiError):
+        api.read("/apis/fabric.rte.example/v1/gpufabrics/n")
+
+
+def test_a_missing_object_is_none(api: ApiServer, real: RealApiServer) -> None:
+    assert api.read(f"{PATH}nobody-made-this") is None
+
+
+def test_a_node_that_does_not_exist_is_an_error_with_advice(
+    real: RealApiServer, api: ApiServer
+) -> None:
+    sink = ApiSink(api, node="no-such-node", takeover_after_s=180)
+    with pytest.raises(ApiError, match="--node-name"):
+        sink.publish(nrt("no-such-node"), 0)
+    assert real.request("GET", f"{PATH}no-such-node").status == 404
+
+
+def test_a_token_without_rights_is_refused_in_the_api_servers_words(
+    real: RealApiServer, node: str
+) -> None:
+    namespace = real.create_namespace()
+    real.create_service_account(namespace, "poor")
+    token = real.create_token(namespace, "poor")
+    api = ApiServer(Access(server=real.url, ca_file=real.ca, token=token))
+    with pytest.raises(ApiError) as refused:
+        ApiSink(api, node=node, takeover_after_s=180, owner=False).publish(nrt(node), 0)
+    api.close()
+    assert (refused.value.status, refused.value.reason) == (403, "Forbidden")
+    assert "cannot get resource" in refused.value.message
+
+
+def test_a_token_file_that_is_replaced_is_read_again(
+    real: RealApiServer, node: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("expired")
+    api = ApiServer(Access(server=real.url, ca_file=real.ca, token_file=file))
+    sink = ApiSink(api, node=node, takeover_after_s=180)
+    with pytest.raises(ApiError) as refused:
+        sink.publish(nrt(node), 0)
+    assert refused.value.status == 401
+    stamp = file.stat()
+    file.write_text(real.token)
+    os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # the 401 alone makes it look
+    assert sink.publish(nrt(node), 1).wrote is Wrote.CREATED
+    api.close()
+
+
+def test_a_certificate_of_another_authority_is_refused_until_the_file_is_replaced(
+    real: RealApiServer, node: str, tmp_path: Path
+) -> None:
+    import ssl
+
+    authority = tmp_path / "ca.crt"
+    other = ssl.get_default_verify_paths().cafile or "/etc/ssl/certs/ca-certificates.crt"
+    blocks = Path(other).read_text().split("-----END CERTIFICATE-----")
+    authority.write_text(blocks[0] + "-----END CERTIFICATE-----\n")
+    api = ApiServer(Access(server=real.url, ca_file=authority, token=real.token))
+    with pytest.raises(ApiError, match="CERTIFICATE_VERIFY_FAILED"):
+        api.read_node(node)
+    authority.write_bytes(real.ca.read_bytes())
+    assert api.read_node(node) is not None
+    api.close()
+
+
+@pytest.fixture
+def proxy(real: RealApiServer) -> Iterator[FaultyProxy]:
+    with FaultyProxy(real) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def faulty(real: RealApiServer, proxy: FaultyProxy) -> Iterator[ApiServer]:
+    api = ApiServer(Access(server=proxy.url, token=real.token), timeout_s=0.5)
+    yield api
+    api.close()
+
+
+FAULTS = {
+    "too many requests": (Fault(429, (("Retry-After", "7"),)), 429, 7),
+    "a server error": (Fault(500, body=b"etcdserver: request timed out"), 500, None),
+    "a proxy's page": (Fault(502, (("Content-Type", "text/html"),), b"<html>"), 502, None),
+    "a redirect, which is not followed": (Fault(302, (("Location", "/"),)), 302, None),
+    "no answer": (Fault(), None, None),
+    "not JSON": (Fault(200, body=b"[1"), None, None),
+    "JSON that is no object": (Fault(200, body=b"[]"), None, None),
+    "an endless answer": (Fault(200, body=b" " * (9 << 20)), None, None),
+}
+
+
+@pytest.mark.parametrize(("fault", "status", "wait_s"), FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_is_an_error_and_the_next_request_is_right(
+    faulty: ApiServer,
+    proxy: FaultyProxy,
+    real: RealApiServer,
+    node: str,
+    fault: Fault,
+    status: int | None,
+    wait_s: float | None,
+) -> None:
+    sink = ApiSink(faulty, node=node, takeover_after_s=180)
+    sink.publish(nrt(node), 0)
+    proxy.faults = [fault]
+    requests = len(proxy.seen)
+    with pytest.raises(ApiError) as failed:
+        sink.publish(nrt(node, available=1), 1)
+    assert len(proxy.seen) == requests + 1
+    assert (failed.value.status, failed.value.retry_after_s) == (status, wait_s)
+    assert sink.publish(nrt(node, available=1), 2).wrote.is_write
+    assert real.get(PATH + node)["zones"] == nrt(node, available=1)["zones"]
+
+
+def test_a_write_whose_answer_was_lost_is_not_written_twice(
+    faulty: ApiServer, proxy: FaultyProxy, real: RealApiServer, node: str
+) -> None:
+    sink = ApiSink(faulty, node=node, takeover_after_s=180)
+    sink.publish(nrt(node), 0)
+    proxy.faults = [Fault(503, after=True)]
+    with pytest.raises(ApiError):
+        sink.publish(nrt(node, available=1), 1)
+    before = version(real, node)
+    assert sink.publish(nrt(node, available=1), 2).wrote is Wrote.UNCHANGED
+    assert version(real, node) == before
+
+
+def test_nobody_there_is_an_error_that_names_the_address() -> None:
+    api = ApiServer(Access(server="http://127.0.0.1:1"), timeout_s=0.5)
+    with pytest.raises(ApiError, match=r"127\.0\.0\.1:1") as failed:
+        api.read_node("x")
+    assert failed.value.reason == "Unreachable"
+
+
+# Access
+
+
+def test_a_kubeconfig_with_a_token_gives_access(real: RealApiServer, node: str) -> None:
+    api = ApiServer(read_kubeconfig(real.kubeconfig))
+    assert api.read_node(node) is not None
+    api.close()
+
+
+REFUSED = {
+    "exec": (lambda c: c["users"][0]["user"].update({"exec": {"command": "x"}}), "user.exec"),
+    "insecure": (
+        lambda c: c["clusters"][0]["cluster"].update({"insecure-skip-tls-verify": True}),
+        "insecure-skip-tls-verify",
+    ),
+    "no such context": (lambda c: c.update({"current-context": "x"}), "contexts has no entry 'x'"),
+    "plain http": (
+        lambda c: c["clusters"][0]["cluster"].update({"server": "http://192.0.2.1"}),
+        "https",
+    ),
+    "missing authority": (
+        lambda c: c["clusters"][0]["cluster"].update({"certificate-authority": "gone"}),
+        "certificate-authority",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_kubeconfig_that_cannot_be_used_says_why(
+    real: RealApiServer, tmp_path: Path, change: Callable[[Json], None], words: str
+) -> None:
+    config = yaml.safe_load(real.kubeconfig.read_text())
+    change(config)
+    path = tmp_path / "config"
+    path.write_text(yaml.safe_dump(config))
+    with pytest.raises(ApiError, match=words):
+        read_kubeconfig(path)
+
+
+@pytest.mark.parametrize("text", ["", "- a", "{", "contexts: 3"])
+def test_what_is_no_kubeconfig_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config"
+    path.write_text(text)
+    with pytest.raises(ApiError):
+        read_kubeconfig(path)
+
+
+def test_a_pods_own_account_is_found_by_environment_and_files(
+    real: RealApiServer, node: str, tmp_path: Path
+) -> None:
+    host, port = real.url.removeprefix("https://").split(":")
+    (tmp_path / "token").write_text(real.token)
+    (tmp_path / "ca.crt").write_bytes(real.ca.read_bytes())
+    environment = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+    api = ApiServer(in_cluster(environment, secrets=tmp_path))
+    assert api.read_node(node) is not None
+    api.close()
+    with pytest.raises(ApiError, match="--kubeconfig"):
+        in_cluster({}, secrets=tmp_path)
+    with pytest.raises(ApiError, match="automountServiceAccountToken"):
+        in_cluster(environment, secrets=tmp_path / "none")
+
+
+def test_access_never_shows_a_token() -> None:
+    access = Access(server="https://192.0.2.1:6443", token="secret")
+    assert "secret" not in repr(access)
+
+
+# A folder
+
+
+def test_a_folder_gets_the_same_objects_as_files(tmp_path: Path) -> None:
+    sink = FolderSink(tmp_path / "out")
+    assert sink.publish(nrt("n"), 0).wrote is Wrote.CREATED
+    assert sink.publish(nrt("n"), 0).wrote is Wrote.UNCHANGED
+    assert sink.publish(nrt("n", available=1), 0).wrote is Wrote.APPLIED
+    (file,) = (tmp_path / "out").iterdir()
+    assert file.name == "noderesourcetopology-n.json"
+    assert yaml.safe_load(file.read_text()) == nrt("n", available=1)
+    file.unlink()
+    assert [o.wrote for o in sink.reread(600)] == [Wrote.CREATED]
+    assert file.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ApiError, match="file/out"):
+        FolderSink(tmp_path / "file" / "out").publish(nrt("n"), 0)
+
+
+# Values
+
+
+def test_the_published_policy_is_read_back_from_the_attributes() -> None:
+    policy = published_policy(nrt("n"))
+    assert policy is not None
+    assert policy.topology_manager == "single-numa-node"
+    assert published_policy({"attributes": [{"name": "x", "value": "y"}]}) is None
+    assert published_policy({}) is None
+
+
+def test_an_object_of_another_kind_is_applied_whole(api: ApiServer, node: str) -> None:
+    body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": node}, "data": {"a": "1"}}
+    path = f"/api/v1/namespaces/default/configmaps/{node}"
+    publication = Publication(api, path, owner=None, takeover_after_s=180)
+    assert publication.publish(body, 0).wrote is Wrote.CREATED
+    changed = copy.deepcopy(body) | {"data": {"a": "2"}}
+    assert publication.publish(changed, 0).wrote is Wrote.APPLIED
+
+
+def test_the_patch_of_our_bodies_names_only_what_differs() -> None:
+    operations = changes(nrt("n"), nrt("n", available=1))
+    assert operations is not None
+    assert {o["path"] for o in operations} == {
+        "/attributes/0/value",
+        "/zones/0/resources/0/available",
+        "/zones/1/resources/0/available",
+    }
