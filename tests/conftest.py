@@ -16,6 +16,7 @@ GO_PROGRAMS_LEFT_OUT = pytest.StashKey[int]()
 
 GoProgram = Callable[[str], Path]
 StartKubelet = Callable[..., Kubelet]
+Golden = Callable[[Path, str], None]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,6 +25,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="leave out the tests that need Go programs (a real kubelet's managers, a real API "
         "server), for a machine that has no Go toolchain or cannot fetch Go modules",
+    )
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="rewrite the expected outputs instead of comparing with them; the diff is the review",
     )
 
 
@@ -44,6 +50,20 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             "a real API server or the Go modules of their protocols; nothing took their place.",
             yellow=True,
         )
+
+
+@pytest.fixture
+def golden(pytestconfig: pytest.Config) -> Golden:
+    """Compares a text with the file that holds what it should be."""
+
+    def compare(path: Path, text: str) -> None:
+        if pytestconfig.getoption("update_golden"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        expected = path.read_text() if path.exists() else ""
+        assert text == expected, f"{path} differs; pytest --update-golden rewrites it"
+
+    return compare
 
 
 @pytest.fixture(scope="session")
