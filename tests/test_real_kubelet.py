@@ -190,7 +190,9 @@ def test_pod_resources_can_be_slow_stale_or_failing(
     k.disturb_pod_resources(before_s=60)
     with pytest.raises(grpc.RpcError) as late:
         pod_resources(k, timeout_s=0.05)
-    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    # Go's server resets a stream at its deadline too, and now and then that is heard first.
+    too_late = {grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED}
+    assert late.value.code() in too_late
 
     k.disturb_pod_resources(error="UNAVAILABLE")
     with pytest.raises(grpc.RpcError) as failed:

@@ -85,6 +85,8 @@ func (t *tampering) now() (disturbance, chan struct{}) {
 
 func (t *tampering) intercept(ctx context.Context, request any, _ *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (any, error) {
 	d, changed := t.now()
+	// That the caller has given up does not end a wait: nothing that hangs
+	// would notice.
 	wait := func(seconds float64) {
 		if seconds <= 0 {
 			return
@@ -92,7 +94,6 @@ func (t *tampering) intercept(ctx context.Context, request any, _ *grpc.UnarySer
 		select {
 		case <-time.After(time.Duration(seconds * float64(time.Second))):
 		case <-changed:
-		case <-ctx.Done():
 		}
 	}
 	wait(d.Before)
