@@ -24,6 +24,7 @@ from rte.model import (
     PciAddress,
     PciDevice,
     PciLink,
+    pci_address,
     pci_order,
 )
 
@@ -183,8 +184,9 @@ def parse_ids(text: str) -> tuple[int, ...]:
     """The numbers of a kernel list (`0-3,8`), ascending."""
     found: set[int] = set()
     for part in text.split(",") if text else ():
-        first, _, last = part.partition("-")
-        start, end = int(first), int(last or first)
+        first, is_range, last = part.partition("-")
+        start = int(first)
+        end = int(last) if is_range else start
         if not 0 <= start <= end < MAX_ID:
             raise ValueError(f"not a range of ids: {part!r}")
         found.update(range(start, end + 1))
@@ -276,13 +278,16 @@ def read_gpu_memory_nodes(procfs: Tree) -> Mapping[NumaId, PciAddress]:
     for name in procfs.names("driver/nvidia/gpus"):
         path = f"driver/nvidia/gpus/{name}/numa_status"
         text = procfs.read(path)
-        if text is None or not FUNCTION.fullmatch(name.lower()):
+        if text is None:
             continue
         match = re.search(r"^Node:\s*(-?\d+)", text, re.MULTILINE)
         if match is None:
             procfs.surprise(path, "a line with Node", text)
         elif int(match[1]) >= 0 and not re.search(r"^Status:\s*offline", text, re.MULTILINE):
-            found[NumaId(int(match[1]))] = PciAddress(name.lower())
+            try:
+                found[NumaId(int(match[1]))] = pci_address(name)
+            except ValueError:
+                procfs.surprise(path, "a folder named by a PCI address", name)
     return found
 
 
