@@ -1,7 +1,7 @@
 """Whether two NRT bodies say the same, and the smallest patch from one to the other.
 
 Lists of the CRD are atomic under server-side apply, so a figure is changed by its index. That is
-safe because the patch first tests the resource version that the indexes were taken from.
+safe only in a patch that is guarded by the resource version which the indexes were taken from.
 """
 
 from __future__ import annotations
@@ -38,26 +38,23 @@ def with_echo(body: Mapping[str, Any], count: int) -> dict[str, Any]:
     return {**body, "attributes": [*attributes, {"name": ECHO, "value": str(count)}]}
 
 
-def patch(
-    stored: Mapping[str, Any], wanted: Mapping[str, Any], *, resource_version: str
-) -> list[dict[str, Any]] | None:
-    """JSON Patch operations from the stored object to the wanted one.
+def changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """JSON Patch operations from the stored object to the wanted one, for a guarded patch.
 
     None when the shape differs (zones, names, costs, parents, owner), which only an apply can
-    change; empty when nothing does. The first operation tests the resource version.
+    change; empty when nothing does. The counter rteEcho stays as it is stored.
     """
+    echo = [item for item in stored.get("attributes", ()) if item["name"] == ECHO]
+    if not any(item["name"] == ECHO for item in wanted.get("attributes", ())):
+        wanted = {**wanted, "attributes": [*wanted.get("attributes", ()), *echo]}
     if shape(stored) != shape(wanted):
         return None
     before, after = figures(stored), figures(wanted)
-    changes = [
+    return [
         {"op": "replace", "path": path, "value": value}
         for path, value in after.items()
         if before[path] != value
     ]
-    if not changes:
-        return []
-    guard = {"op": "test", "path": "/metadata/resourceVersion", "value": resource_version}
-    return [guard, *changes]
 
 
 def shape(body: Mapping[str, Any]) -> tuple[Any, ...]:

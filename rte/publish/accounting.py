@@ -1,0 +1,338 @@
+"""How much of each resource every NUMA zone has, may hand out, and has left.
+
+Devices and CPUs are counted as sets of ids, memory as the kubelet's Memory Manager counts it.
+Zones are the NUMA nodes with CPUs, numbered from 0 without gaps, whatever the kernel calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from rte.model import (
+    CpuId,
+    DeviceId,
+    DeviceUse,
+    Machine,
+    MemoryBlock,
+    NumaId,
+    NumaNode,
+    Observation,
+    PodUse,
+    TopologyManagerPolicy,
+    Usage,
+)
+
+MAX_ZONES = 64
+"""NodeResourceTopologyMatch indexes an array of this length by zone id."""
+
+
+class Unbound(StrEnum):
+    """What a zone offers of a resource that the kubelet binds to no NUMA node."""
+
+    TOTAL = "total"
+    """The node's total where the scheduler insists on one (single-numa-node), else nothing."""
+    ZONE = "zone"
+    """The zone's physical share."""
+
+
+class Figures(NamedTuple):
+    """Base units: cores, bytes, devices. capacity ≥ allocatable ≥ available ≥ 0."""
+
+    capacity: int
+    allocatable: int
+    available: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePool:
+    """The devices of one resource that the kubelet knows a NUMA node of, as ids by zone.
+
+    A device of several NUMA nodes is in every zone it touches.
+    """
+
+    capacity: tuple[frozenset[DeviceId], ...]
+    allocatable: tuple[frozenset[DeviceId], ...]
+    available: tuple[frozenset[DeviceId], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accounts:
+    resources: tuple[Mapping[str, Figures], ...]  # by zone; names sorted
+    pools: Mapping[str, DevicePool]  # device resources by name, sorted
+    unbound: tuple[str, ...]  # sorted
+    memory_groups: Mapping[NumaId, tuple[NumaId, ...]]  # nodes in multi-node groups
+
+
+def zone_nodes(machine: Machine) -> tuple[NumaNode, ...]:
+    """The NUMA node of each zone, in the order of the zones' numbers."""
+    return tuple(node for node in machine.numa_nodes if node.cpus)[:MAX_ZONES]
+
+
+def accounts(
+    observation: Observation,
+    *,
+    ours: Iterable[DeviceUse] = (),
+    claimed: Collection[DeviceId] = (),
+    unbound: Unbound = Unbound.TOTAL,
+    exclude: Collection[str] = (),
+) -> Accounts:
+    """`ours` are the devices that this node's plugin advertises, healthy or not, with the NUMA
+    nodes it sends; `claimed` are GPUs and MIG slices that DRA claims hold."""
+    nodes = zone_nodes(observation.machine)
+    zones = {node.id: number for number, node in enumerate(nodes)}
+    groups = memory_groups(observation.usage)
+    pools = {
+        name: pool
+        for name, pool in device_pools(observation, zones=zones, ours=ours, claimed=claimed).items()
+        if name not in exclude
+    }
+    resources: list[dict[str, Figures]] = [{} for _ in nodes]
+    if is_cpu_bound(observation):
+        for zone, node in zip(resources, nodes, strict=True):
+            zone["cpu"] = cpu_figures(observation, node)
+    if is_memory_bound(observation):
+        for name, figures in memory_figures(observation, groups=groups).items():
+            for zone, node in zip(resources, nodes, strict=True):
+                if node.id in figures and figures[node.id].capacity:
+                    zone[name] = figures[node.id]
+    free_floating = unbound_resources(observation)
+    for name, physical in free_floating.items():
+        offer = unbound_offer(observation, name, physical, unbound=unbound)
+        for zone, node in zip(resources, nodes, strict=True):
+            figures_of_zone = offer(node)
+            if figures_of_zone is not None and figures_of_zone.capacity:
+                zone[name] = figures_of_zone
+    for name, pool in pools.items():
+        for number, zone in enumerate(resources):
+            if pool.capacity[number]:
+                zone[name] = Figures(
+                    len(pool.capacity[number]),
+                    len(pool.allocatable[number]),
+                    len(pool.available[number]),
+                )
+    return Accounts(
+        resources=tuple(
+            {name: zone[name] for name in sorted(zone) if name not in exclude} for zone in resources
+        ),
+        pools=pools,
+        unbound=tuple(sorted(free_floating)),
+        memory_groups=groups,
+    )
+
+
+# Which manager binds what. Where the policy cannot be read, what PodResources lists is the answer.
+
+
+def is_cpu_bound(observation: Observation) -> bool:
+    if observation.policy is None:
+        return bool(observation.allocatable.cpus)
+    return observation.policy.cpu_manager == "static"
+
+
+def is_memory_bound(observation: Observation) -> bool:
+    if observation.policy is None:
+        return bool(observation.allocatable.memory)
+    return observation.policy.memory_manager == "Static"
+
+
+def is_single_numa_node(observation: Observation) -> bool:
+    policy = observation.policy
+    return policy is not None and policy.topology_manager is TopologyManagerPolicy.SINGLE_NUMA_NODE
+
+
+# CPUs
+
+
+def cpu_figures(observation: Observation, node: NumaNode) -> Figures:
+    """Allocatable CPUs are those that no configuration reserves; shared ones count as available.
+
+    The kubelet takes the next exclusive CPU from its shared pool, so the pool is what is left.
+    """
+    allocatable = set(observation.allocatable.cpus).intersection(node.cpus)
+    left = allocatable.difference(exclusive_cpus(observation.usage))
+    return Figures(len(node.cpus), len(allocatable), len(left))
+
+
+def exclusive_cpus(usage: Usage) -> set[CpuId]:
+    held: set[CpuId] = set()
+    for pod in usage.pods:
+        held.update(pod.cpus)
+        for container in pod.containers:
+            held.update(container.cpus)
+    return held
+
+
+# Memory
+
+
+def memory_groups(usage: Usage) -> dict[NumaId, tuple[NumaId, ...]]:
+    """The NUMA nodes that the Memory Manager has joined, by node.
+
+    None of them can be used alone until the last pod of the group has gone.
+    """
+    groups: dict[NumaId, tuple[NumaId, ...]] = {}
+    for pod in usage.pods:
+        for block in memory_blocks(pod):
+            if len(block.numa) > 1:
+                # Groups never overlap in a kubelet; a list taken between two changes may say so.
+                joined = set(block.numa).union(*(groups.get(node, ()) for node in block.numa))
+                groups.update(dict.fromkeys(joined, tuple(sorted(joined))))
+    return groups
+
+
+def memory_blocks(pod: PodUse) -> Iterable[MemoryBlock]:
+    """A pod's own blocks are its whole budget, its containers' are parts of that."""
+    if pod.memory:
+        return pod.memory
+    return (block for container in pod.containers for block in container.memory)
+
+
+def memory_figures(
+    observation: Observation, *, groups: Mapping[NumaId, tuple[NumaId, ...]]
+) -> dict[str, dict[NumaId, Figures]]:
+    allocatable: dict[str, dict[NumaId, int]] = {}
+    for block in observation.allocatable.memory:
+        for node in block.numa:
+            by_node = allocatable.setdefault(block.type, {})
+            by_node[node] = by_node.get(node, 0) + block.size_bytes
+    physical = {node.id: physical_memory(node) for node in observation.machine.numa_nodes}
+    free = memory_left(observation.usage, allocatable)
+    closed = groups if is_single_numa_node(observation) else {}
+    names = {*allocatable, *(name for figures in physical.values() for name in figures)}
+    return {
+        name: {
+            node: Figures(
+                capacity=max(of_node.get(name, 0), allocatable.get(name, {}).get(node, 0)),
+                allocatable=allocatable.get(name, {}).get(node, 0),
+                available=0 if node in closed else free.get(name, {}).get(node, 0),
+            )
+            for node, of_node in physical.items()
+        }
+        for name in names
+    }
+
+
+def memory_left(
+    usage: Usage, allocatable: Mapping[str, Mapping[NumaId, int]]
+) -> dict[str, dict[NumaId, int]]:
+    """A block of several nodes fills them in ascending order, as the Memory Manager does."""
+    free = {name: dict(by_node) for name, by_node in allocatable.items()}
+    blocks = [block for pod in usage.pods for block in memory_blocks(pod)]
+    for block in sorted(blocks, key=lambda block: (len(block.numa), block.numa)):
+        by_node = free.get(block.type, {})
+        rest = block.size_bytes
+        for node in block.numa:
+            taken = min(rest, by_node.get(node, 0))
+            if taken:
+                by_node[node] -= taken
+                rest -= taken
+    return free
+
+
+def physical_memory(node: NumaNode) -> dict[str, int]:
+    """Bytes by resource name; page sizes of which the node has none are left out."""
+    sizes = {
+        huge_pages_name(page_bytes): page_bytes * count
+        for page_bytes, count in node.huge_pages.items()
+        if count
+    }
+    return sizes | ({"memory": node.memory_bytes} if node.memory_bytes else {})
+
+
+def huge_pages_name(page_bytes: int) -> str:
+    """Kubernetes' name of the resource: hugepages-2Mi, hugepages-1Gi, hugepages-64Ki."""
+    for shift, suffix in ((30, "Gi"), (20, "Mi"), (10, "Ki")):
+        if page_bytes % (1 << shift) == 0:
+            return f"hugepages-{page_bytes >> shift}{suffix}"
+    return f"hugepages-{page_bytes}"
+
+
+# What no manager binds
+
+
+def unbound_resources(observation: Observation) -> dict[str, int]:
+    """Resource → the machine's total, of cpu, memory and huge pages that nothing binds."""
+    physical: dict[str, int] = {}
+    if not is_cpu_bound(observation):
+        physical["cpu"] = sum(len(node.cpus) for node in observation.machine.numa_nodes)
+    if not is_memory_bound(observation):
+        for node in observation.machine.numa_nodes:
+            for name, size_bytes in physical_memory(node).items():
+                physical[name] = physical.get(name, 0) + size_bytes
+    return physical
+
+
+def unbound_offer(
+    observation: Observation, name: str, physical: int, *, unbound: Unbound
+) -> Callable[[NumaNode], Figures | None]:
+    """What a zone says of a resource that may be used on any NUMA node.
+
+    Totals are never decremented: NodeResourcesFit counts them, per node, as they are used.
+    """
+    # An own Node that was not read, or does not have the resource yet, leaves the physical total.
+    total = observation.node_allocatable.get(name, physical)
+
+    def share(node: NumaNode) -> Figures:
+        own = len(node.cpus) if name == "cpu" else physical_memory(node).get(name, 0)
+        offered = min(own, total * own // physical if physical else 0)
+        return Figures(own, offered, offered)
+
+    if unbound is Unbound.ZONE:
+        return share
+    if is_single_numa_node(observation):
+        return lambda _: Figures(total, total, total)
+    return lambda _: None
+
+
+# Devices
+
+
+def device_pools(
+    observation: Observation,
+    *,
+    zones: Mapping[NumaId, int],
+    ours: Iterable[DeviceUse],
+    claimed: Collection[DeviceId],
+) -> dict[str, DevicePool]:
+    """Pools by resource name, sorted; devices of no zone are in none, without devices there is no
+    pool."""
+    healthy = {(device.resource, device.id): device for device in observation.allocatable.devices}
+    known = {(device.resource, device.id): device for device in ours}
+    used = set()
+    for pod in observation.usage.pods:
+        for container in pod.containers:
+            for device in container.devices:
+                used.add((device.resource, device.id))
+                known[device.resource, device.id] = device
+    known |= healthy  # the kubelet's present word on a device's NUMA nodes is the last one
+    pools: dict[str, tuple[list[set[DeviceId]], list[set[DeviceId]], list[set[DeviceId]]]] = {}
+    for key, device in known.items():
+        touched = {zones[node] for node in device.numa if node in zones}
+        if not touched:
+            continue
+        if key[0] not in pools:
+            pools[key[0]] = ([set() for _ in zones], [set() for _ in zones], [set() for _ in zones])
+        capacity, allocatable, available = pools[key[0]]
+        is_free = key not in used and base_id(device.id) not in claimed
+        for zone in touched:
+            capacity[zone].add(device.id)
+            if key in healthy:
+                allocatable[zone].add(device.id)
+                if is_free:
+                    available[zone].add(device.id)
+    return {
+        name: DevicePool(
+            capacity=tuple(map(frozenset, capacity)),
+            allocatable=tuple(map(frozenset, allocatable)),
+            available=tuple(map(frozenset, available)),
+        )
+        for name, (capacity, allocatable, available) in sorted(pools.items())
+    }
+
+
+def base_id(device: DeviceId) -> DeviceId:
+    """The GPU or MIG slice that a replica is one of (`<id>::<n>`)."""
+    return DeviceId(device.split("::", 1)[0])
