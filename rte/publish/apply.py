@@ -144,8 +144,10 @@ class ApiServer:
             "timeoutSeconds": str(int(for_s)),
         }
         asked = f"watch of the pods on {node}"
-        answer = self._send("GET", "/api/v1/pods", query, None, None, read_s=for_s + self.timeout_s)
+        answer = self._send("GET", "/api/v1/pods", query, None, None)
         self._streams.add(answer)
+        if (sock := getattr(answer.connection, "sock", None)) is not None:
+            sock.settimeout(for_s + self.timeout_s)  # between two events, not for one answer
         try:
             if answer.status != 200:
                 self._refuse(asked, answer, self._content(answer, asked, self.timeout_s))
@@ -227,8 +229,6 @@ class ApiServer:
         query: Mapping[str, str],
         content: bytes | None,
         content_type: str | None,
-        *,
-        read_s: float | None = None,
     ) -> urllib3.BaseHTTPResponse:
         asked = f"{method} {path}"
         self._token_replaced()
@@ -247,9 +247,7 @@ class ApiServer:
                 retries=False,
                 redirect=False,
                 preload_content=False,
-                timeout=urllib3.Timeout(
-                    connect=min(self.timeout_s, 5), read=read_s or self.timeout_s
-                ),
+                timeout=urllib3.Timeout(connect=min(self.timeout_s, 5), read=self.timeout_s),
             )
         except urllib3.exceptions.HTTPError as error:
             if isinstance(error, urllib3.exceptions.SSLError):

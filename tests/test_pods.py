@@ -1,0 +1,196 @@
+"""This node's pods, followed through a real API server."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from rte.model import PodFacts, PodName
+from rte.publish.access import Access, ApiError
+from rte.publish.apply import ApiServer
+from rte.publish.pods import FORBIDDEN_RETRY_S, PodWatch, parse_pod, retry_s
+from tests.http_faults import Fault, FaultyProxy
+from tests.real_apiserver import MERGE
+from tests.real_apiserver import ApiServer as RealApiServer
+
+NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def namespace(apiserver: RealApiServer) -> str:
+    name = apiserver.create_namespace()
+    apiserver.create_service_account(name, "default")
+    return name
+
+
+@pytest.fixture
+def node(apiserver: RealApiServer) -> str:
+    name = f"pods-{next(NUMBERS)}"
+    apiserver.create_node(name)
+    return name
+
+
+class Followed:
+    """A running watch and how often it has called."""
+
+    def __init__(self, api: ApiServer, node: str) -> None:
+        self.calls = 0
+        self.watch = PodWatch(api, node, self.wake)
+        self.watch.start()
+
+    def wake(self) -> None:
+        self.calls += 1
+
+    def until(self, holds: Callable[[tuple[PodFacts, ...] | None], bool]) -> None:
+        end = time.monotonic() + 10
+        while not holds(self.watch.read()):
+            assert time.monotonic() < end, self.watch.read()
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def followed(apiserver: RealApiServer, node: str) -> Iterator[Followed]:
+    api = ApiServer(Access(server=apiserver.url, ca_file=apiserver.ca, token=apiserver.token))
+    followed = Followed(api, node)
+    yield followed
+    followed.watch.stop()
+
+
+def names(facts: tuple[PodFacts, ...] | None) -> list[str]:
+    return [fact.pod.name for fact in facts or ()]
+
+
+def test_pods_of_this_node_come_change_and_go(
+    apiserver: RealApiServer, namespace: str, node: str, followed: Followed
+) -> None:
+    followed.until(lambda facts: facts == ())
+    apiserver.create_pod(namespace, "elsewhere", service_account="default", node="other")
+    apiserver.create_pod(namespace, "here", service_account="default", node=node)
+    followed.until(lambda facts: names(facts) == ["here"])
+    path = f"/api/v1/namespaces/{namespace}/pods/here"
+    apiserver.ask("PATCH", f"{path}/status", {"status": {"phase": "Running"}}, content_type=MERGE)
+    followed.until(lambda facts: facts is not None and facts[0].phase == "Running")
+    calls = followed.calls
+    annotation = {"metadata": {"annotations": {"a": "b"}}}
+    apiserver.ask("PATCH", path, annotation, content_type=MERGE)
+    apiserver.request("DELETE", path, {"gracePeriodSeconds": 0})
+    followed.until(lambda facts: facts == ())
+    assert followed.calls == calls + 1, "what does not matter wakes nobody"
+
+
+def test_more_pods_than_a_page_are_all_listed(
+    apiserver: RealApiServer, namespace: str, node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rte.publish.apply.PODS_A_PAGE", 2)
+    for number in range(5):
+        apiserver.create_pod(namespace, f"p{number}", service_account="default", node=node)
+    api = ApiServer(Access(server=apiserver.url, ca_file=apiserver.ca, token=apiserver.token))
+    pods, version = api.list_pods(node)
+    api.close()
+    assert sorted(parse_pod(pod).pod.name for pod in pods) == [f"p{n}" for n in range(5)]
+    assert version.isdecimal()
+
+
+def test_without_the_right_nothing_is_known_and_it_is_said_once(
+    apiserver: RealApiServer, namespace: str, node: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = apiserver.create_token(namespace, "default")
+    api = ApiServer(Access(server=apiserver.url, ca_file=apiserver.ca, token=token))
+    followed = Followed(api, node)
+    end = time.monotonic() + 10
+    while followed.watch.problem is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert followed.watch.read() is None
+    assert "Forbidden" in followed.watch.problem
+    followed.watch.stop()
+    assert sum("are not followed" in record.message for record in caplog.records) == 1
+
+
+def test_a_list_that_fails_once_is_asked_again(
+    apiserver: RealApiServer, node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rte.publish.pods.RETRY_FIRST_S", 0.01)
+    with FaultyProxy(apiserver) as proxy:
+        proxy.faults = [Fault(500), Fault(200, body=b'{"metadata":{},"items":3}'), Fault(503)]
+        followed = Followed(
+            ApiServer(Access(server=proxy.url, token=apiserver.token), timeout_s=2), node
+        )
+        followed.until(lambda facts: facts == ())
+        proxy.hang_ends.set()
+        followed.watch.stop()
+
+
+def test_a_quiet_watch_outlives_the_time_out_of_a_request(
+    apiserver: RealApiServer, namespace: str, node: str
+) -> None:
+    access = Access(server=apiserver.url, ca_file=apiserver.ca, token=apiserver.token)
+    api = ApiServer(access, timeout_s=0.2)
+    _, version = api.list_pods(node)
+    events = api.watch_pods(node, version=version, for_s=30)
+    assert next(events) is None
+    create = [namespace, "late"]
+    later = threading.Timer(
+        0.5, apiserver.create_pod, create, {"service_account": "default", "node": node}
+    )
+    later.start()
+    event = next(events)
+    assert event is not None
+    assert (event[0], parse_pod(event[1]).pod.name) == ("ADDED", "late")
+    later.join()
+    events.close()  # type: ignore[attr-defined]
+    api.close()
+
+
+RETRIES = {
+    "at first": (ApiError("x", "Unreachable", ""), 1, 1),
+    "doubled": (ApiError("x", "Unreachable", ""), 4, 8),
+    "at the most": (ApiError("x", "Unreachable", ""), 100, 60),
+    "as the server says": (ApiError("x", "TooMany", "", status=429, retry_after_s=30), 1, 30),
+    "a missing right": (ApiError("x", "Forbidden", "", status=403), 1, FORBIDDEN_RETRY_S),
+}
+
+
+@pytest.mark.parametrize(("error", "failures", "wait_s"), RETRIES.values(), ids=RETRIES.keys())
+def test_when_the_list_is_asked_again(error: ApiError, failures: int, wait_s: float) -> None:
+    assert retry_s(error, failures, chance=0) == wait_s
+
+
+def pod(**spec: Any) -> bytes:
+    return msgspec.json.encode(
+        {
+            "metadata": {"name": "p", "namespace": "n"},
+            "spec": spec,
+            "status": {"phase": "Running", "qosClass": "Guaranteed"},
+        }
+    )
+
+
+def test_requests_are_those_of_containers_and_sidecars() -> None:
+    text = pod(
+        initContainers=[
+            {"name": "once", "resources": {"requests": {"cpu": "9"}}},
+            {
+                "name": "sidecar",
+                "restartPolicy": "Always",
+                "resources": {"requests": {"cpu": "100m"}},
+            },
+        ],
+        containers=[{"name": "main", "resources": {"requests": {"cpu": 2}}}, {"name": "idle"}],
+    )
+    assert parse_pod(text) == PodFacts(
+        pod=PodName(namespace="n", name="p"),
+        phase="Running",
+        qos="Guaranteed",
+        requests={"sidecar": {"cpu": "100m"}, "main": {"cpu": "2"}, "idle": {}},
+    )
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b'{"metadata":{},"spec":{"containers":1}}'])
+def test_what_is_no_pod_is_an_error(text: bytes) -> None:
+    with pytest.raises(ApiError):
+        parse_pod(text)
