@@ -436,13 +436,24 @@ def ask_pair(ask: Asking, call: Callable[..., int], *args: Any) -> int | None:
         return None
 
 
+def reachable_gpus() -> tuple[str, ...]:
+    """Bus ids of the GPUs that can be opened now. Raises NvmlFault."""
+    found = []
+    for index in range(whole(pynvml.nvmlDeviceGetCount)):
+        handle = open_gpu(index)
+        with contextlib.suppress(pynvml.NVMLError):
+            if not isinstance(handle, int):
+                found.append(str(pynvml.nvmlDeviceGetPciInfo(handle).busId))
+    return tuple(found)
+
+
 class EventSet:
-    """What some GPUs report from the moment it is made. Raises NvmlFault where NVML cannot."""
+    """What some GPUs report from the moment it is made; nothing where there are no events."""
 
     def __init__(self, gpus: Iterable[str]) -> None:
-        self.handle = whole(pynvml.nvmlEventSetCreate)
+        self.handle = system(pynvml.nvmlEventSetCreate)
         self.bus_ids: dict[int | None, str] = {}  # by the handle that an event carries
-        for bus_id in gpus:
+        for bus_id in gpus if self.handle else ():
             try:
                 device = pynvml.nvmlDeviceGetHandleByPciBusId(bus_id.encode())
                 types = pynvml.nvmlDeviceGetSupportedEventTypes(device) & WANTED_EVENTS
@@ -498,17 +509,17 @@ class Worker:
                     open_nvml()
                     opened = True
                 self.write(WorkerLine(doing="the reading"))
+                # Before the reading, so that nothing happens between the two unheard.
+                self.listen(reachable_gpus())
                 reading = read_nvml(notes)
                 self.write(WorkerLine(id=request.read, reading=reading, notes=tuple(notes)))
-                self.listen(reading)
             except NvmlFault as fault:
                 failure = NvmlFailure(call=fault.call, code=fault.code, text=error_text(fault.code))
                 self.write(WorkerLine(id=request.read, failure=failure))
                 return
 
-    def listen(self, reading: NvmlReading) -> None:
-        """Follows the GPUs of this reading; a thread that follows others ends by itself."""
-        gpus = tuple(gpu.bus_id for gpu in reading.gpus if gpu.bus_id and gpu.error is None)
+    def listen(self, gpus: tuple[str, ...]) -> None:
+        """Follows these GPUs; the thread that followed others ends by itself."""
         if gpus == self.listening:
             return
         self.listening = gpus
