@@ -44,7 +44,7 @@ def test_machine_is_what_its_about_says(name: str) -> None:
     assert {what: COUNTS[what](machine) for what in said} == said
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", [n for n in names() if (FOLDER / n / "nvml.json").exists()])
 def test_nvml_json_has_no_unknown_field(name: str) -> None:
     text = (FOLDER / name / "nvml.json").read_bytes()
     reading = msgspec.json.decode(text, type=NvmlReading)

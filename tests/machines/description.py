@@ -8,6 +8,7 @@ has as functions of their own, are added here.
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,11 +73,15 @@ def describe(name: str) -> Description:
     """The description of `tests/machines/<name>`; raises ValueError naming the line it stops at."""
     merged = _merged(name)
     numa = tuple(Numa(**row) for row in merged.get("numa", []))
+    functions = tuple(_functions(merged["tree"], numa))
+    twice = [address for address, n in Counter(f.address for f in functions).items() if n > 1]
+    if twice:
+        raise ValueError(f"{name}: two functions at {', '.join(twice)}")
     return Description(
         name=name,
         host=merged.get("host", {}),
         numa=numa,
-        functions=tuple(_functions(merged["tree"], numa)),
+        functions=functions,
         nvlink=tuple(merged.get("nvlink", [])),
         gpu={int(number): row for number, row in merged.get("gpu", {}).items()},
         virtual=tuple(merged.get("virtual", [])),

@@ -133,9 +133,15 @@ def _fabric(
 
 
 def _mig(machine: Description, f: Function, profiles: list[str]) -> Iterator[MigReading]:
-    """The MIG devices of one GPU; `1c.3g.40gb 2c.3g.40gb` in one entry share a GPU instance."""
+    """The MIG devices of one GPU; `1c.3g.40gb 2c.3g.40gb` in one entry share a GPU instance.
+
+    `-` is an index and an instance id that are free again: NVML's indices have holes.
+    """
     index = 0
     for instance, entry in enumerate(profiles, 1):
+        if entry == "-":
+            index += 1
+            continue
         for compute, profile in enumerate(entry.split()):
             slices, compute_slices, memory_mib = MIG_PROFILES[profile]
             yield MigReading(

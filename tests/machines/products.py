@@ -50,7 +50,7 @@ GPUS = {
         device=0x1DB1,
         name="Tesla V100-SXM2-16GB",
         memory_mib=16128,
-        link="8x2",
+        link="8x16",
         class_code=0x030000,  # as the source's tree has it
         nvlink_version=2,
         remap=False,
@@ -148,18 +148,18 @@ NICS = {
         vendor=0x15B3, device=0x1021, link="32x16", driver="mlx5_core", class_code=0x020700
     ),
     "cx-vf": NicProduct(vendor=0x15B3, device=0x101E, link="16x16", driver="mlx5_core"),
+    "bcm5720": NicProduct(vendor=0x14E4, device=0x165F, link="5x2", driver="tg3"),
     "virtio": NicProduct(vendor=0x1AF4, device=0x1041, link="", driver="virtio-pci"),
-    "mana": NicProduct(vendor=0x1414, device=0x00BA, link="", driver="mana"),
 }
 
+# Profile of an 80 GB A100 → GPU slices, compute slices and MiB as nvmlDeviceGetAttributes has them.
 MIG_PROFILES = {
-    # profile of an 80 GB A100: GPU slices, compute slices, memory
     "1g.10gb": (1, 1, 9728),
     "1g.10gb+me": (1, 1, 9728),
     "2g.20gb": (2, 2, 19968),
-    "3g.40gb": (4, 3, 40192),
-    "1c.3g.40gb": (4, 1, 40192),
-    "2c.3g.40gb": (4, 2, 40192),
+    "3g.40gb": (3, 3, 40192),
+    "1c.3g.40gb": (3, 1, 40192),
+    "2c.3g.40gb": (3, 2, 40192),
     "4g.40gb": (4, 4, 40192),
-    "7g.80gb": (8, 7, 80896),
+    "7g.80gb": (7, 7, 80896),
 }

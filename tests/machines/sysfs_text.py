@@ -31,8 +31,9 @@ def _file(path: str, content: object) -> str:
 
 
 def _symlink(path: str, target: str) -> str:
-    """A link as sysfs has them, relative to the folder the link lies in."""
-    return f"{path} -> {posixpath.relpath(target, posixpath.dirname(path))}"
+    """A link as the kernel writes it: up to where the target lies, and always down again."""
+    above, name = posixpath.split(target)
+    return f"{path} -> {posixpath.relpath(above, posixpath.dirname(path))}/{name}"
 
 
 def _numa(machine: Description) -> Iterator[str]:
@@ -92,6 +93,7 @@ def _proc(machine: Description) -> Iterator[str]:
 
 
 IDLE = "2.5"  # GT/s: where an idle GPU's link falls
+BRIDGES = ("port", "switch")  # deep trees have many: they say only what is asked of a bridge
 
 
 def _function(f: Function, machine: Description) -> Iterator[str]:
@@ -100,14 +102,14 @@ def _function(f: Function, machine: Description) -> Iterator[str]:
     yield _file(f"{folder}/vendor", f"0x{f.vendor:04x}")
     yield _file(f"{folder}/device", f"0x{f.device:04x}")
     yield _file(f"{folder}/numa_node", f.numa)
-    yield _file(f"{folder}/local_cpulist", f.local_cpus)
+    if f.kind not in BRIDGES or f.numa < 0:
+        yield _file(f"{folder}/local_cpulist", f.local_cpus)
     if f.link:
         speed, width = f.link
         yield _file(f"{folder}/max_link_speed", _speed(speed))
         yield _file(f"{folder}/max_link_width", width)
-        if f.kind in ("gpu", "nic"):  # nobody asks what a bridge does at the moment
-            now = IDLE if f.kind == "gpu" else speed
-            yield _file(f"{folder}/current_link_speed", _speed(now))
+        if f.kind == "gpu":
+            yield _file(f"{folder}/current_link_speed", _speed(IDLE))
             yield _file(f"{folder}/current_link_width", width)
     yield _symlink(f"sys/bus/pci/devices/{f.address}", folder)
     if f.driver:
@@ -152,7 +154,7 @@ def _nic(f: Function, folder: str) -> Iterator[str]:
         yield from _netdev(net, f"{holder}/net/{net}", holder, gbps=gbps, up=up, ib=infiniband)
     rdma = f.words.get("rdma")
     if rdma:
-        yield from _rdma(rdma, folder, net=net, gbps=gbps, up=up, ib=infiniband)
+        yield from _rdma(rdma, folder, gbps=gbps, up=up, ib=infiniband)
 
 
 def _netdev(
@@ -163,7 +165,6 @@ def _netdev(
         yield _symlink(f"{folder}/device", device)
     yield _file(f"{folder}/address", _mac(folder))
     yield _file(f"{folder}/carrier", int(up))
-    yield _file(f"{folder}/mtu", 2044 if ib else 9000)
     yield _file(f"{folder}/operstate", "up" if up else "down")
     yield _file(f"{folder}/speed", gbps * 1000 if up and gbps else -1)
     yield _file(f"{folder}/type", 32 if ib else 1)
@@ -174,29 +175,17 @@ def _mac(seed: str) -> str:
     return ":".join(f"{byte:02x}" for byte in (0x02, *tail))
 
 
-def _guid(seed: str) -> str:
-    digits = uuid.uuid5(NAMES, seed).hex[:16]
-    return ":".join(digits[i : i + 4] for i in range(0, 16, 4))
-
-
 LANES = {400: "4X NDR", 200: "4X HDR", 100: "4X EDR", 50: "2X HDR", 25: "1X EDR"}
 
 
-def _rdma(
-    name: str, function: str, *, net: str | None, gbps: int, up: bool, ib: bool
-) -> Iterator[str]:
+def _rdma(name: str, function: str, *, gbps: int, up: bool, ib: bool) -> Iterator[str]:
     folder = f"{function}/infiniband/{name}"
     yield _symlink(f"sys/class/infiniband/{name}", folder)
     yield _symlink(f"{folder}/device", function)
-    yield _file(f"{folder}/node_guid", _guid(folder))
-    yield _file(f"{folder}/sys_image_guid", _guid(folder.rsplit(".", 1)[0]))
     port = f"{folder}/ports/1"
     yield _file(f"{port}/link_layer", "InfiniBand" if ib else "Ethernet")
-    yield _file(f"{port}/phys_state", "5: LinkUp" if up else "3: Disabled")
     yield _file(f"{port}/rate", f"{gbps} Gb/sec ({LANES.get(gbps, '4X')})")
     yield _file(f"{port}/state", "4: ACTIVE" if up else "1: DOWN")
-    if net and net != "moved" and not ib:
-        yield _file(f"{port}/gid_attrs/ndevs/0", net)
 
 
 def _virtual(device: Mapping[str, Any]) -> Iterator[str]:
@@ -207,6 +196,8 @@ def _virtual(device: Mapping[str, Any]) -> Iterator[str]:
         yield from _netdev(name, f"{holder}/net/{name}", holder, gbps=gbps, up=True)
         yield _symlink(f"{holder}/driver", "sys/bus/vmbus/drivers/hv_netvsc")
         yield _symlink(f"{holder}/subsystem", "sys/bus/vmbus")
+        for lower, place in device.get("lower", {}).items():
+            yield _symlink(f"{holder}/net/{name}/lower_{lower}", f"sys/devices/{place}/net/{lower}")
         return
     folder = f"sys/devices/virtual/net/{name}"
     yield from _netdev(name, folder, None, gbps=gbps, up=True)
