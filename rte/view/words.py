@@ -1,0 +1,54 @@
+"""Numbers and lists as people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rte.model import Level
+
+CELLS = {
+    Level.UNKNOWN: "N/A",
+    Level.SYS: "SYS",
+    Level.NODE: "NODE",
+    Level.PHB: "PHB",
+    Level.PXB: "PXB",
+    Level.PIX: "PIX",
+}
+"""NVML's and nvidia-smi's words."""
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers in the kernel's list format: 0-3,8."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1] = found[-1][0], number
+        else:
+            found.append((number, number))
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+
+
+def size(count_bytes: int) -> str:
+    """In the largest binary unit that leaves at least 1."""
+    value, units = float(count_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.3g} {units[0]}" if value < 1000 else f"{value:.0f} {units[0]}"
+
+
+def speed(megabytes_per_s: int) -> str:
+    return f"{megabytes_per_s / 1000:.3g} GB/s"
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def columns(rows: Sequence[Sequence[str]], *, gap: str = "  ") -> list[str]:
+    """Rows with their cells left-aligned under each other; nothing trails."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return [
+        gap.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
