@@ -328,10 +328,15 @@ def test_a_gpu_plugged_in_is_seen_in_the_same_session(tmp_path: Path) -> None:
     assert len([line for line in driver.journal() if line.startswith("init")]) == 1
 
 
-def test_links_are_found_behind_holes_and_beyond_the_headers_maximum(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "without", [(), ("nvmlDeviceGetFieldValues",)], ids=["count known", "count not known"]
+)
+def test_links_are_found_behind_holes_and_beyond_the_headers_maximum(
+    without: tuple[str, ...], tmp_path: Path
+) -> None:
     numbers = [2, 3, 9, *range(14, 50)]
     machine = changed(0, links=tuple(link(number) for number in numbers))
-    with worker(Driver(tmp_path, machine)) as asked:
+    with worker(Driver(tmp_path, machine, without=without)) as asked:
         assert [found.link for found in asked.read().gpus[0].links] == numbers
 
 
