@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from rte.discovery.reading import NvmlReading
+from rte.discovery.sysfs import read_host
 from rte.model import Machine
-from rte.sources.recorded import read_recorded
+from rte.sources.recorded import read_recorded, unpack
 from tests.machines.about import counts, expectations, names
 from tests.machines.description import FOLDER
 from tests.machines.make import made_names, make
@@ -42,6 +43,12 @@ def test_machine_is_what_its_about_says(name: str) -> None:
     said = counts(name)
     assert {"GPUs", "NICs", "NUMA nodes", "NUMA nodes with CPUs"} <= said.keys()
     assert {what: COUNTS[what](machine) for what in said} == said
+
+
+@pytest.mark.parametrize("name", made_names())
+def test_made_machine_holds_nothing_that_cannot_be_understood(name: str, tmp_path: Path) -> None:
+    unpack(FOLDER / name / "sys.txt", tmp_path)
+    assert read_host(tmp_path / "sys", proc=tmp_path / "proc").problems == ()
 
 
 @pytest.mark.parametrize("name", [n for n in names() if (FOLDER / n / "nvml.json").exists()])
