@@ -43,7 +43,7 @@ def text(graph: Graph, groups: Sequence[Group]) -> str:
 
 
 def summary(machine: Machine) -> list[str]:
-    products = Counter(gpu.product or "GPU" for gpu in machine.gpus if gpu.lost is None)
+    products = Counter(what(gpu) for gpu in machine.gpus if gpu.lost is None)
     words = [f"{count}x {name}" for name, count in sorted(products.items())] or ["no GPUs"]
     lost = sum(gpu.lost is not None for gpu in machine.gpus)
     if lost:
@@ -54,7 +54,12 @@ def summary(machine: Machine) -> list[str]:
         words.append(counted(len(machine.nics), "NIC"))
     if machine.driver:
         words.append(f"driver {machine.driver}")
-    return [", ".join(words)]
+    return wrapped(", ".join(words), WIDTH)
+
+
+def what(gpu: Gpu) -> str:
+    memory = f" ({size(gpu.memory_bytes)})" if gpu.memory_bytes else ""
+    return (gpu.product or "GPU") + memory
 
 
 # The tree
@@ -91,21 +96,22 @@ def numa_parts(graph: Graph, groups: Sequence[Group]) -> Iterator[list[str]]:
 
 def gpu_items(graph: Graph, groups: Sequence[Group]) -> Iterator[tuple[NumaId | None, Item]]:
     group_of = {pci: group.name for group in groups for pci in group.gpus}
+    mixed = len({what(gpu) for gpu in graph.gpus}) > 1
     for gpu in graph.machine.gpus:
         device = graph.tree.devices.get(gpu.pci)
         numa = device.numa if device else None
-        what = [f"LOST: {gpu.lost}"] if gpu.lost else gpu_words(gpu)
+        words = [f"LOST: {gpu.lost}"] if gpu.lost else gpu_words(gpu)
+        if mixed and not gpu.lost:
+            words.insert(0, what(gpu))
         if device and device.link and not gpu.lost:
-            what.append(f"PCIe {speed(device.link.megabytes_per_s)}")
-        what += inferred(device.numa_from if device else None)
-        cells = (gpu.name, gpu.pci, group_of.get(gpu.pci, ""), ", ".join(what))
+            words.append(f"PCIe {speed(device.link.megabytes_per_s)}")
+        words += inferred(device.numa_from if device else None)
+        cells = (gpu.name, gpu.pci, group_of.get(gpu.pci, ""), ", ".join(words))
         yield numa, Item(place(graph, gpu.pci), cells)
 
 
 def gpu_words(gpu: Gpu) -> list[str]:
-    words = [gpu.product] if gpu.product else []
-    if gpu.memory_bytes:
-        words.append(size(gpu.memory_bytes))
+    words = []
     if gpu.links_down:
         words.append(f"{counted(gpu.links_down, 'NVLink')} down")
     if gpu.mig_enabled:
@@ -162,22 +168,40 @@ def place(graph: Graph, address: PciAddress) -> tuple[str, ...]:
 
 
 def tree(items: Sequence[Item]) -> list[str]:
-    """The items under the host bridges and switches that two or more of them share."""
+    """The items under the host bridges and switches that two or more of them share.
+
+    Items start in one column, however deep they hang; what is too long goes on below itself.
+    """
     lines = [*drawn(branches(items, 0), "")]
     if not lines:
         return []
-    table = columns([cells for _, cells in lines if len(cells) > 1] or [("",)])
-    rows = iter(table)
-    return [lead + (next(rows) if len(cells) > 1 else cells[0]) for lead, cells in padded(lines)]
-
-
-def padded(lines: Sequence[tuple[str, tuple[str, ...]]]) -> list[tuple[str, tuple[str, ...]]]:
-    """Items start in one column, however deep they hang."""
     deepest = max(len(lead) for lead, _ in lines)
-    return [
-        (lead.rstrip().ljust(deepest - 1, "─") + " " if len(cells) > 1 else lead, cells)
-        for lead, cells in lines
-    ]
+    heads = iter(columns([[*cells[:-1], ""] for _, cells in lines if len(cells) > 1] or [[""]]))
+    room = max(len(line) for line in columns([[*c[:-1], "."] for _, c in lines if len(c) > 1]))
+    found = []
+    for lead, cells in lines:
+        if len(cells) == 1:
+            found.append(lead + cells[0])
+            continue
+        head = next(heads).ljust(room - 1)
+        start = lead.rstrip().ljust(deepest - 1, "─") + " "
+        below = lead.replace("├─", "│ ").replace("└─", "  ").ljust(deepest)
+        for row in wrapped(cells[-1], WIDTH - deepest - len(head)):
+            found.append((start + head + row).rstrip())
+            start, head = below, " " * len(head)
+    return found
+
+
+def wrapped(words: str, width: int) -> list[str]:
+    rows = [""]
+    for word in words.split(", "):
+        longer = f"{rows[-1]}, {word}" if rows[-1] else word
+        if rows[-1] and len(longer) > width:
+            rows[-1] += ","
+            rows.append(word)
+        else:
+            rows[-1] = longer
+    return rows
 
 
 def branches(items: Sequence[Item], depth: int) -> tuple[Branch | Item, ...]:

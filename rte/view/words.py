@@ -46,9 +46,11 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], *, gap: str = "  ") -> list[str]:
-    """Rows with their cells left-aligned under each other; nothing trails."""
+    """Rows with their cells left-aligned under each other, without empty columns or ends."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return [
-        gap.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        gap.join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True) if width
+        ).rstrip()
         for row in rows
     ]
