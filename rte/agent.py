@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 import grpc
 
 from rte.kubelet.plausible import Look, doubt
+from rte.kubelet.policy import PolicyError
 from rte.kubelet.state import (
     CPU_STATE,
     DEVICE_CHECKPOINT,
@@ -65,7 +66,7 @@ class Pace:
     and one look then sees them all."""
     burst_s: float = 0.25
     """A reason that comes so soon after a write belongs to a burst."""
-    quiet_s: float = 0.075
+    quiet_s: float = 0.085
     """In a burst: how long no reason has come before the look. The last change of a burst is then
     published within 100 ms."""
     longest_s: float = 0.4
@@ -255,7 +256,7 @@ class Kubelet(NamedTuple):
 class Sources(NamedTuple):
     """What a look needs beside the kubelet and the hardware. None means that nobody can tell."""
 
-    policy: Callable[[], Policy | None]  # may raise KubeletError or ApiError
+    policy: Callable[[], Policy | None]  # may raise PolicyError, KubeletError or ApiError
     published_policy: Callable[[], Policy | None] = lambda: None
     """What a former publisher said, for as long as the kubelet's configuration is unknown. May
     raise ApiError."""
@@ -490,7 +491,7 @@ class Agent:
             try:
                 policy = self._sources.policy()
                 words = "no source of the kubelet's configuration"
-            except (KubeletError, ApiError) as error:
+            except (PolicyError, KubeletError, ApiError) as error:
                 policy, words = None, str(error)
             if policy is None:
                 self.problems.report("policy", f"unknown: {words}")

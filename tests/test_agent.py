@@ -1,0 +1,672 @@
+"""The publisher's life: when it looks, what it believes, and that nothing ends it."""
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from rte.agent import Agent, Kubelet, Pace, Pacer, Reason, Sources
+from rte.kubelet import usage
+from rte.kubelet.plausible import Look, doubt
+from rte.kubelet.policy import PolicyError
+from rte.kubelet.state import HandedOut, PodUid
+from rte.model import (
+    Allocatable,
+    ContainerUse,
+    CpuId,
+    DeviceId,
+    DeviceUse,
+    MemoryBlock,
+    NumaId,
+    Observation,
+    PodName,
+    PodUse,
+    Policy,
+    Usage,
+)
+from rte.publish.publisher import FolderSink
+from tests.pod_resources import GPU, PodResources
+from tests.small_machine import machine
+
+# When to look
+
+STEP_S = 0.001
+LOOK_S = 0.01
+
+
+def looks(changes: list[float], pace: Pace | None = None, until: float = 3) -> list[float]:
+    """When a loop that takes 10 ms a look would begin to look and find changes."""
+    pacer = Pacer(pace or Pace(), 0, chance=0)
+    pacer.looking()
+    pacer.looked(0, wrote=False)
+    begun: list[float] = []
+    waiting, now = sorted(changes), 0.0
+    while now < until:
+        while waiting and waiting[0] <= now:
+            pacer.woken(waiting.pop(0))
+        if pacer.look_at() <= now:
+            dirty = any((begun[-1] if begun else 0) < change <= now for change in changes)
+            pacer.looking()
+            if dirty:
+                begun.append(now)
+            now += LOOK_S
+            while waiting and waiting[0] <= now:
+                pacer.woken(waiting.pop(0))
+            pacer.looked(now, wrote=dirty)
+        now += STEP_S
+    return begun
+
+
+def test_a_lone_change_is_looked_at_at_once() -> None:
+    (begun,) = looks([1.0])
+    assert begun - 1.0 <= 0.012
+
+
+def test_twenty_changes_in_a_second_are_six_writes_at_most() -> None:
+    begun = looks([1 + n / 20 for n in range(20)])
+    assert len(begun) <= 6
+    assert begun[0] - 1.0 <= 0.012
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_last_of_any_burst_is_published_within_100_ms(seed: int) -> None:
+    chance = random.Random(seed)
+    changes = sorted(1 + chance.random() for _ in range(20))
+    begun = looks(changes)
+    assert 0 <= begun[-1] + LOOK_S - changes[-1] <= 0.1
+    assert len(begun) <= 8
+
+
+def test_a_quiet_node_is_polled_and_nothing_else() -> None:
+    pacer = Pacer(Pace(poll_s=10), 0, chance=0)
+    assert pacer.next() == 0
+    pacer.looking()
+    pacer.looked(0.5, wrote=False)
+    assert pacer.next() == 10.5
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.5, 0.99])
+def test_re_reading_is_spread_over_half_a_period(chance: float) -> None:
+    pacer = Pacer(Pace(poll_s=10_000, reread_s=600), 0, chance=chance)
+    pacer.looking()
+    pacer.looked(0, wrote=False)
+    assert 300 <= pacer.next() <= 600
+    pacer.reread(1000, chance=chance)
+    assert 1540 <= pacer.reread_at <= 1660
+
+
+def test_errors_back_off_to_a_bound() -> None:
+    pacer = Pacer(Pace(), 0, chance=0)
+    waits = []
+    for _ in range(9):
+        pacer.looking()
+        pacer.failed(0, chance=0)
+        waits.append(pacer.next())
+    assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    pacer.looking()
+    pacer.failed(0, chance=0.999)
+    assert 15 <= pacer.next() < 15.1
+    pacer.looking()
+    pacer.looked(1, wrote=True)
+    pacer.looking()
+    pacer.failed(2, chance=0)
+    assert pacer.next() == 2.5
+
+
+def test_a_restarted_kubelet_ends_a_back_off_but_not_the_api_servers_order() -> None:
+    pacer = Pacer(Pace(), 0, chance=0)
+    for _ in range(8):
+        pacer.looking()
+        pacer.failed(0, chance=0)
+    pacer.woken(1)
+    assert pacer.next() == 30
+    pacer.woken(1, urgent=True)
+    assert pacer.next() <= 1.1
+    pacer.looking()
+    pacer.failed(2, chance=0, after_s=60)
+    pacer.woken(3, urgent=True)
+    assert pacer.next() == 62
+
+
+def test_doubts_end() -> None:
+    pacer = Pacer(Pace(doubts_s=(0.02, 0.05)), 0, chance=0)
+    assert pacer.doubted(0, restarted_at=None)
+    assert pacer.next() == 0.02
+    pacer.looking()
+    assert pacer.doubted(0.02, restarted_at=None)
+    assert pacer.next() == pytest.approx(0.07)
+    assert not pacer.doubted(0.07, restarted_at=None)
+    assert pacer.doubted(0.07, restarted_at=0)
+    assert pacer.next() == pytest.approx(1.07)
+    assert not pacer.doubted(15, restarted_at=0)
+
+
+def test_an_echo_follows_the_last_write_of_what_was_freed() -> None:
+    pacer = Pacer(Pace(echo_s=6), 0, chance=0)
+    pacer.looked(1, wrote=True)
+    assert pacer.next() == pacer.look_at()
+    pacer.looked(2, wrote=True, freed=True)
+    assert pacer.echo_at == 8
+    pacer.looked(5, wrote=False)
+    assert pacer.echo_at == 8
+    pacer.looked(7, wrote=True)
+    assert pacer.echo_at == 13
+    pacer.echoed()
+    assert pacer.next() == pacer.look_at()
+
+
+def test_no_echo_when_it_is_turned_off() -> None:
+    pacer = Pacer(Pace(echo_s=0), 0, chance=0)
+    pacer.looked(2, wrote=True, freed=True)
+    assert pacer.echo_at is None
+
+
+# What to believe
+
+A, B = (PodUid("a"), "c"), (PodUid("b"), "c")
+
+
+def gpus(*numbers: int) -> tuple[DeviceUse, ...]:
+    return tuple(DeviceUse(resource=GPU, id=DeviceId(f"GPU-{n}")) for n in numbers)
+
+
+def look(
+    pods: Mapping[str, tuple[int, ...]],
+    held: Mapping[tuple[PodUid, str], tuple[int, ...]] | None = None,
+    *,
+    offered: tuple[int, ...] = (0, 1, 2, 3),
+) -> Look:
+    """GPUs by pod in the list, and by holder in the files (as the list says, if left out)."""
+    if held is None:
+        held = {(PodUid(name), "c"): numbers for name, numbers in pods.items()}
+    return Look(
+        usage=Usage(
+            pods=tuple(
+                PodUse(
+                    pod=PodName(namespace="default", name=name),
+                    containers=(ContainerUse(name="c", devices=gpus(*numbers)),),
+                )
+                for name, numbers in sorted(pods.items())
+            )
+        ),
+        allocatable=Allocatable(devices=gpus(*offered)),
+        handed_out=HandedOut(
+            devices={
+                holder: frozenset((use.resource, use.id) for use in gpus(*numbers))
+                for holder, numbers in held.items()
+            }
+        ),
+    )
+
+
+BELIEF: dict[str, tuple[Look | None, Look, bool, str | None]] = {
+    "all is as it was": (look({"a": (0,)}), look({"a": (0,)}), False, None),
+    "a pod came": (look({}), look({"a": (0,)}), False, None),
+    "the first look": (None, look({"a": (0,)}), False, None),
+    "the first look, with what an ended pod left": (
+        None,
+        look({"a": (0,)}, {A: (0,), B: (1,)}),
+        False,
+        None,
+    ),
+    "a pod went, and the files keep it": (
+        look({"a": (0,), "b": (1,)}),
+        look({"a": (0,)}, {A: (0,), B: (1,)}),
+        False,
+        None,
+    ),
+    "no pods though pods ran": (look({"a": (0,)}), look({}, {A: (0,)}), False, "no pods"),
+    "no pods at the first look though the files know some": (
+        None,
+        look({}, {A: (0,)}),
+        False,
+        "no pods",
+    ),
+    "a pod is listed without what it is being given": (
+        look({"a": (0,)}),
+        look({"a": (0,), "b": ()}, {A: (0,), B: (1, 2)}),
+        False,
+        "2 allocations of 1 pods",
+    ),
+    "the GPU of an ended pod is being given to another": (
+        look({"a": ()}, {A: (0,)}),
+        look({"a": (), "b": ()}, {B: (0,)}),
+        False,
+        "1 allocations",
+    ),
+    "a resource is offered no more": (
+        look({"a": ()}),
+        look({"a": ()}, offered=()),
+        False,
+        "offers no nvidia.com/gpu",
+    ),
+    "one device is offered no more": (
+        look({"a": ()}),
+        look({"a": ()}, offered=(0, 1)),
+        False,
+        None,
+    ),
+    "after a restart pods come back one by one": (
+        look({"a": (0,), "b": (1,)}),
+        look({"a": (0,)}, {A: (0,), B: (1,)}),
+        True,
+        "1 allocations",
+    ),
+    "after a restart what was missing before is no news": (
+        look({"a": (0,)}, {A: (0,), B: (1,)}),
+        look({"a": (0,)}, {A: (0,), B: (1,)}),
+        True,
+        None,
+    ),
+    "files that cannot be read": (
+        look({"a": (0,)}),
+        replace(look({"a": (0,), "b": ()}), handed_out=None),
+        False,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "now", "restarted", "why"), BELIEF.values(), ids=BELIEF.keys())
+def test_what_is_doubted(before: Look | None, now: Look, restarted: bool, why: str | None) -> None:
+    found = doubt(now, before=before, restarted=restarted)
+    assert found is None if why is None else found is not None and why in found
+
+
+@pytest.mark.parametrize(
+    "handed_out",
+    [
+        HandedOut(cpus={B: frozenset({CpuId(4)})}),
+        HandedOut(
+            memory={
+                holder: (MemoryBlock(type="memory", size_bytes=1 << 30, numa=(NumaId(0),)),)
+                for holder in (A, B)
+            }
+        ),
+    ],
+    ids=["CPUs", "memory of the same size as another's"],
+)
+def test_cpus_and_memory_that_are_being_given_are_missed_too(handed_out: HandedOut) -> None:
+    block = MemoryBlock(type="memory", size_bytes=1 << 30, numa=(NumaId(0),))
+    holds = ContainerUse(name="c", memory=(block,))
+    before = Look(
+        usage=Usage(pods=(PodUse(pod=PodName(namespace="n", name="a"), containers=(holds,)),)),
+        allocatable=Allocatable(),
+        handed_out=HandedOut(memory={A: (block,)}),
+    )
+    assert doubt(before, before=before, restarted=False) is None
+    now = replace(before, handed_out=handed_out)
+    assert doubt(now, before=before, restarted=False) is not None
+
+
+# The loop
+
+FOUR = {"GPU-0": 0, "GPU-1": 0, "GPU-2": 1, "GPU-3": 1}
+
+
+def compose(observation: Observation) -> list[dict[str, Any]]:
+    """The least object that shows what was observed."""
+    used = sorted(observation.usage.device_ids().get(GPU, ()))
+    offered = {use.id for use in observation.allocatable.devices}
+    figures = {
+        "capacity": str(len(observation.machine.gpus)),
+        "allocatable": str(len(offered)),
+        "available": str(len(offered - set(used))),
+    }
+    policy = observation.policy.topology_manager.value if observation.policy else "unknown"
+    return [
+        {
+            "apiVersion": "topology.node.k8s.io/v1alpha2",
+            "kind": "NodeResourceTopology",
+            "metadata": {"name": "n"},
+            "attributes": [
+                {"name": "used", "value": ",".join(used)},
+                {"name": "topologyManagerPolicy", "value": policy},
+            ],
+            "zones": [
+                {"name": "node-0", "type": "Node", "resources": [{"name": GPU, **figures}]},
+            ],
+        }
+    ]
+
+
+class Node:
+    """An agent with all that it looks at, and the folder that it writes to."""
+
+    def __init__(self, folder: Path, pace: Pace) -> None:
+        self.root = folder / "kubelet"
+        self.plugin_dir = self.root / "device-plugins"
+        self.plugin_dir.mkdir(parents=True)
+        self.socket = self.root / "pod-resources" / "kubelet.sock"
+        self.pods = PodResources(self.socket, FOUR)
+        self.out = folder / "out"
+        self.now = 100.0
+        self.hardware = SimpleNamespace(latest=SimpleNamespace(machine=machine(), faults={}))
+        self.policies: list[Policy | PolicyError | None] = [Policy()]
+        self.composed = compose
+        self.channel = usage.channel(self.socket)
+        self.agent = Agent(
+            kubelet=Kubelet(
+                channel=self.channel,
+                root=self.root,
+                plugin_dir=self.plugin_dir,
+                pod_resources_socket=self.socket,
+                timeout_s=2,
+            ),
+            hardware=self.hardware,
+            sources=Sources(policy=self.policy),
+            compose=self.compose,
+            sink=FolderSink(self.out),
+            pace=pace,
+        )
+
+    def compose(self, observation: Observation) -> list[dict[str, Any]]:
+        return self.composed(observation)
+
+    def policy(self) -> Policy | None:
+        policy = self.policies[0] if len(self.policies) == 1 else self.policies.pop(0)
+        if isinstance(policy, PolicyError):
+            raise policy
+        return policy
+
+    def hold(self, **pods: tuple[str, ...]) -> None:
+        """The kubelet hands GPUs out: its list and its checkpoint say so."""
+        self.pods.pods = pods
+        self.write_checkpoint(pods)
+
+    def write_checkpoint(self, pods: Mapping[str, tuple[str, ...]]) -> None:
+        entries = [
+            {
+                "PodUID": f"uid-{name}",
+                "ContainerName": "c",
+                "ResourceName": GPU,
+                "DeviceIDs": {"0": list(ids)},
+                "AllocResp": "",
+            }
+            for name, ids in pods.items()
+        ]
+        data = {"PodDeviceEntries": entries, "RegisteredDevices": {GPU: list(FOUR)}}
+        path = self.plugin_dir / ".checkpoint"
+        path.write_text(json.dumps({"Data": data, "Checksum": 1}))
+        path.rename(self.plugin_dir / "kubelet_internal_checkpoint")
+
+    def published(self) -> str | None:
+        """The GPUs that the published object says are used."""
+        try:
+            body = json.loads((self.out / "noderesourcetopology-n.json").read_text())
+        except FileNotFoundError:
+            return None
+        used: str = body["attributes"][0]["value"]
+        return used
+
+    def policy_published(self) -> str:
+        body = json.loads((self.out / "noderesourcetopology-n.json").read_text())
+        value: str = body["attributes"][1]["value"]
+        return value
+
+    def writes(self) -> int:
+        outcomes = self.agent.counts.outcomes
+        return sum(n for (_, wrote), n in outcomes.items() if wrote not in ("unchanged", "held"))
+
+    def until(self, holds: Callable[[], bool], within_s: float = 5) -> float:
+        """How long it took."""
+        start = time.monotonic()
+        while not holds():
+            assert time.monotonic() < start + within_s, self.agent.problems.current()
+            time.sleep(0.001)
+        return time.monotonic() - start
+
+
+QUICK = Pace(poll_s=30, retry_first_s=0.05, retry_longest_s=0.1)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path, QUICK)
+    with node.pods:
+        yield node
+        node.agent.stop()
+        node.channel.close()
+
+
+def test_an_allocation_is_published_when_the_checkpoint_changes(node: Node) -> None:
+    node.hold()
+    node.agent.start()
+    node.until(lambda: node.published() == "")
+    time.sleep(0.3)  # a quiet time
+    node.hold(a=("GPU-0", "GPU-1"))
+    assert node.until(lambda: node.published() == "GPU-0,GPU-1") < 0.5
+    assert node.writes() == 2
+    assert node.agent.counts.looks["state-file"] == 1
+
+
+def test_a_burst_is_few_writes_and_its_last_change_is_right(node: Node) -> None:
+    node.hold()
+    node.agent.start()
+    node.until(lambda: node.published() == "")
+    time.sleep(0.3)
+    before = node.writes()
+    start = time.monotonic()
+    for number in range(20):
+        time.sleep(max(0.0, start + number / 20 - time.monotonic()))
+        node.hold(a=(f"GPU-{number % 4}",), b=("GPU-0",) if number % 2 else ())
+    node.until(lambda: node.published() == "GPU-0,GPU-3")
+    node.until(lambda: node.agent.counts.last_publish_s is not None)
+    assert node.writes() - before <= 6
+
+
+def test_nothing_is_written_while_nothing_changes(node: Node) -> None:
+    node.hold(a=("GPU-0",))
+    node.agent.start()
+    node.until(lambda: node.published() == "GPU-0")
+    looked = node.pods.lists
+    for more in range(1, 4):
+        node.agent.wake(Reason.STATE_FILE)
+        node.until(lambda n=looked + more: node.pods.lists >= n)  # type: ignore[misc]
+        time.sleep(0.1)
+    assert node.writes() == 1
+    assert node.agent.counts.outcomes.total() == 1
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [{}, {"a": ("GPU-0",), "b": ()}, {"a": ("GPU-0",)}],
+    ids=["no pods", "a pod without its devices", "a pod is missing"],
+)
+def test_a_passing_moment_is_not_published(node: Node, moment: dict[str, tuple[str, ...]]) -> None:
+    seen = []
+
+    def composed(observation: Observation) -> list[dict[str, Any]]:
+        seen.append(observation)
+        return compose(observation)
+
+    node.composed = composed
+    node.hold(a=("GPU-0",))
+    node.agent.start()
+    node.until(lambda: node.published() == "GPU-0")
+    node.pods.next_lists = [moment] * 4  # for about 0.2 s
+    node.hold(a=("GPU-0",), b=("GPU-1",))
+    node.until(lambda: node.published() == "GPU-0,GPU-1")
+    assert node.writes() == 2
+    assert len(seen) == 2
+    assert node.agent.counts.doubted >= 3
+
+
+def test_what_lasts_is_published_in_the_end(node: Node) -> None:
+    node.hold(a=("GPU-0",))
+    node.agent.start()
+    node.until(lambda: node.published() == "GPU-0")
+    node.hold()
+    assert node.until(lambda: node.published() == "") < 3
+
+
+def test_after_a_restart_the_kubelet_is_given_time(node: Node) -> None:
+    node.hold(a=("GPU-0",), b=("GPU-1",))
+    node.agent.start()
+    node.until(lambda: node.published() == "GPU-0,GPU-1")
+    node.pods.stop()
+    node.pods.next_lists = [{}, {}, {"a": ("GPU-0",)}, {"b": ("GPU-1",)}]
+    node.until(lambda: "kubelet" in node.agent.problems.current() or not node.socket.exists())
+    node.pods.start()
+    node.until(lambda: not node.pods.next_lists)
+    node.until(lambda: not node.agent.problems.current())
+    assert node.published() == "GPU-0,GPU-1"
+    assert node.writes() == 1
+
+
+def test_a_kubelet_that_is_not_there_is_said_once_and_awaited(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    node = Node(tmp_path, QUICK)
+    node.agent.start()
+    node.until(lambda: node.agent.counts.failures.total() >= 3)
+    assert "PodResources" in node.agent.problems.current()["kubelet"]
+    assert node.published() is None
+    with node.pods:
+        node.until(lambda: node.published() == "")
+        assert node.agent.problems.current() == {}
+        node.agent.stop()
+    node.channel.close()
+    said = [r.message for r in caplog.records if r.message.startswith("kubelet:")]
+    assert len([line for line in said if "now" not in line]) == 2, said
+    assert said[-1] == "kubelet: in order again"
+
+
+def test_a_sink_that_refuses_is_said_and_tried_again_with_the_newest(node: Node) -> None:
+    node.out.write_text("in the way")
+    node.hold(a=("GPU-0",))
+    node.agent.start()
+    node.until(lambda: node.agent.counts.failures.total() >= 2)
+    assert str(node.out) in node.agent.problems.current()["API server"]
+    node.hold(a=("GPU-1",))
+    node.out.unlink()
+    node.until(lambda: node.published() == "GPU-1")
+    node.until(lambda: not node.agent.problems.current())
+
+
+def test_a_bug_does_not_end_the_loop(node: Node) -> None:
+    faults = iter(range(2))
+
+    def broken(observation: Observation) -> list[dict[str, Any]]:
+        if next(faults, None) is not None:
+            raise ZeroDivisionError
+        return compose(observation)
+
+    node.composed = broken
+    node.agent.start()
+    node.until(lambda: node.published() == "")
+    assert node.agent.counts.failures["agent", "ZeroDivisionError"] == 2
+    node.until(lambda: not node.agent.problems.current())
+
+
+def test_nothing_is_published_before_the_hardware_is_known(node: Node) -> None:
+    known, node.hardware.latest = node.hardware.latest, None
+    node.agent.start()
+    node.until(lambda: "hardware" in node.agent.problems.current())
+    assert node.published() is None
+    node.hardware.latest = known
+    node.agent.wake(Reason.HARDWARE)
+    node.until(lambda: node.published() == "")
+
+
+def test_gpus_that_are_all_gone_for_a_moment_stay_published(node: Node) -> None:
+    node.hold(a=("GPU-0",))
+    node.agent.start()
+    node.until(lambda: node.published() == "GPU-0")
+    known = node.hardware.latest
+    node.hardware.latest = SimpleNamespace(machine=replace(machine(), gpus=()), faults={})
+    node.agent.wake(Reason.HARDWARE)
+    node.until(lambda: node.agent.counts.doubted >= 2)
+    node.hardware.latest = known
+    node.agent.wake(Reason.HARDWARE)
+    time.sleep(0.3)
+    assert node.writes() == 1
+
+
+def test_an_unknown_policy_is_not_ready_and_asked_again(node: Node) -> None:
+    node.policies = [PolicyError("config.yaml", "no such file"), Policy(cpu_manager="static")]
+    node.agent.start()
+    node.until(lambda: node.published() == "")
+    assert node.policy_published() == "unknown"
+    assert "no such file" in node.agent.problems.current()["policy"]
+    node.agent.wake(Reason.POLL)
+    node.until(lambda: node.policy_published() == "none")
+    assert node.agent.problems.current() == {}
+
+
+def test_a_changed_policy_counts_once_the_kubelet_has_restarted(node: Node) -> None:
+    node.policies = [Policy()]
+    node.agent.start()
+    node.until(lambda: node.published() == "")
+    assert node.policy_published() == "none"
+    changed = replace(Policy(), topology_manager=type(Policy().topology_manager)("restricted"))
+    node.policies = [changed]
+    node.agent.wake(Reason.KUBELET_CONFIGURATION)
+    node.until(lambda: node.agent.counts.looks["kubelet-configuration"] == 1)
+    time.sleep(0.1)
+    assert node.policy_published() == "none"
+    node.pods.stop()
+    node.pods.start()
+    node.until(lambda: node.policy_published() == "restricted")
+
+
+def test_a_broken_state_file_is_said_and_hinders_nothing(node: Node) -> None:
+    (node.root / "cpu_manager_state").write_text("{")
+    node.agent.start()
+    node.until(lambda: node.published() == "")
+    assert "cpu_manager_state" in node.agent.problems.current()["state files"]
+    (node.root / "cpu_manager_state").write_text('{"policyName":"none","defaultCpuSet":""}')
+    node.until(lambda: node.agent.problems.current() == {})
+
+
+def test_reasons_from_many_threads_are_not_lost(node: Node) -> None:
+    node.agent.start()
+    node.until(lambda: node.published() == "")
+    for number in range(10):
+        node.pods.pods = {"a": (f"GPU-{number % 4}",)}
+        threads = [
+            threading.Thread(target=node.agent.wake, args=(reason,))
+            for reason in (Reason.ALLOCATE, Reason.PODS, Reason.HARDWARE)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        node.until(lambda n=number: node.published() == f"GPU-{n % 4}")  # type: ignore[misc]
+
+
+def test_stopping_before_anything_is_there_is_quick(tmp_path: Path) -> None:
+    node = Node(tmp_path, QUICK)
+    node.agent.start()
+    start = time.monotonic()
+    node.agent.stop()
+    assert time.monotonic() - start < 3
+    node.channel.close()
+
+
+def test_the_files_that_are_watched_are_the_kubelets(tmp_path: Path) -> None:
+    kubelet = Kubelet(
+        channel=grpc.insecure_channel("unix:/nowhere"),
+        root=tmp_path,
+        plugin_dir=tmp_path / "device-plugins",
+        pod_resources_socket=tmp_path / "pod-resources" / "kubelet.sock",
+        configuration=(tmp_path / "config.yaml",),
+    )
+    named = {str(p.relative_to(tmp_path)): reason for p, reason in kubelet.watched().items()}
+    assert named == {
+        "cpu_manager_state": Reason.STATE_FILE,
+        "memory_manager_state": Reason.STATE_FILE,
+        "device-plugins/kubelet_internal_checkpoint": Reason.STATE_FILE,
+        "pod-resources/kubelet.sock": Reason.KUBELET_RESTART,
+        "config.yaml": Reason.KUBELET_CONFIGURATION,
+    }
+    kubelet.channel.close()
