@@ -31,25 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="rewrite the expected outputs instead of comparing with them; the diff is the review",
     )
-    parser.addoption(
-        "--update-golden",
-        action="store_true",
-        help="write what the program says into the expected files; the diff is the review",
-    )
-
-
-@pytest.fixture
-def golden(pytestconfig: pytest.Config) -> Callable[[Path, str], None]:
-    """Compares a text with an expected file, or rewrites the file under --update-golden."""
-
-    def compare(path: Path, text: str) -> None:
-        if pytestconfig.getoption("update_golden"):
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        expected = path.read_text(encoding="utf-8") if path.exists() else None
-        assert text == expected, f"{path}: differs; --update-golden rewrites it, then read the diff"
-
-    return compare
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
