@@ -10,7 +10,10 @@ import pytest
 
 from rte.discovery.reading import NvmlReading
 from rte.discovery.sysfs import read_host
-from rte.model import Machine
+from rte.graph.build import build
+from rte.graph.choose import choose
+from rte.graph.tree import PciTree
+from rte.model import Level, Machine
 from rte.sources.recorded import read_recorded, unpack
 from tests.machines.about import counts, expectations, names
 from tests.machines.description import FOLDER
@@ -75,3 +78,28 @@ def test_expected_choices_make_sense_in_themselves(name: str) -> None:
         assert set(row.chosen) <= set(row.offered) <= set(row.free) <= set(gpus), row
         assert len(row.chosen) == row.size, row
         assert row.why, row
+
+
+@pytest.mark.parametrize("name", [n for n in names() if expectations(n)])
+def test_choice_is_what_about_md_worked_out_by_hand(name: str) -> None:
+    machine = read_recorded(FOLDER / name)
+    graph = build(machine)
+    uuid = {gpu.number: gpu.uuid for gpu in machine.gpus if gpu.uuid}
+    for row in expectations(name):
+        choice = choose(
+            graph,
+            available=[uuid[number] for number in row.offered],
+            free=[uuid[number] for number in row.free],
+            size=row.size,
+        )
+        assert choice.chosen == tuple(uuid[number] for number in row.chosen), row
+
+
+@pytest.mark.parametrize("name", made_names())
+def test_the_tree_says_of_gpus_what_nvml_says(name: str) -> None:
+    """`level` of the made nvml.json and PciTree were written apart."""
+    machine = read_recorded(FOLDER / name)
+    tree = PciTree(machine)
+    levels = {pair: tree.level(*pair) for pair in machine.levels}
+    assert Level.UNKNOWN not in levels.values()
+    assert levels == machine.levels

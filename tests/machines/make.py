@@ -3,7 +3,8 @@
     python -m tests.machines.make NAME… | --all
 
 Its inputs are the small `machine.toml` files beside the outputs; `about.md` says where their facts
-come from. A machine without `machine.toml` was recorded or written by hand and is left alone.
+come from. A machine without `machine.toml` was recorded or written by hand and is left alone, and
+so is `expected/`: what the product must say of a machine is reviewed, not made here.
 """
 
 from __future__ import annotations
