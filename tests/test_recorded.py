@@ -42,6 +42,8 @@ from rte.sources.recorded import (
     unpack,
 )
 from tests.fake_nvml import Driver
+from tests.real_kubelet import Kubelet, pod
+from tests.simple_plugin import SimplePlugin
 from tests.sysfs_tree import TWO_NODES, function, netdev, nic, tree
 
 MACHINES = Path(__file__).with_name("machines")
@@ -387,6 +389,33 @@ def test_rte_record_says_what_it_could_not_read(
         "topologyManagerPolicy: single-numa-node\n"
     )
     assert "- podresources.json: " in (folder / "about.md").read_text()
+
+
+def test_rte_record_asks_the_kubelet_what_is_in_use(
+    kubelet: Callable[..., Kubelet],
+    recorded: Callable[[str], Path],
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "pcie-a100-pairs"
+    machine = read_recorded(MACHINES / name)
+    ids = {str(g.uuid): (machine.numa_of(g.pci) or 0,) for g in machine.gpus}
+    node = kubelet({"topologyManagerPolicy": "single-numa-node"})
+    with SimplePlugin("nvidia.com/gpu", ids) as plugin:
+        plugin.serve(node.plugin_dir)
+        node.wait_devices("nvidia.com/gpu", 8)
+        held = node.admit(pod("secret-trainer", {"nvidia.com/gpu": 2})).devices("nvidia.com/gpu")
+        monkeypatch.setenv("PODRESOURCES_SOCKET", str(node.pod_resources))
+        folder = recorded(name)
+    answers = msgspec.json.decode((folder / "podresources.json").read_bytes())
+    (used,) = answers["usage"]["pods"]
+    assert used["pod"] == {"namespace": "namespace-1", "name": "pod-1"}
+    given = {d["id"] for c in used["containers"] for d in c["devices"]}
+    positions = {str(g.uuid): g.number for g in machine.gpus}
+    names = {str(g.uuid): g.number for g in read_recorded(folder).gpus}
+    assert {names[id] for id in given} == {positions[id] for id in held}
+    assert {d["id"] for d in answers["allocatable"]["devices"]} == names.keys()
+    assert "secret" not in (folder / "podresources.json").read_text()
 
 
 def test_rte_record_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
