@@ -34,8 +34,6 @@ USAGE_PAUSE_S = 0.05
 KUBELET_CALL_S = 5.0
 # While all is well, and while a resource is not (yet) what the kubelet should see.
 CHECK_WELL_S, CHECK_ILL_S = 10.0, 1.0
-# A kubelet that was told of healthy devices and has none of them for so long has lost the plugin.
-LOST_BY_KUBELET_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +48,8 @@ class Options:
     compute_nics: tuple[str, ...] = ()  # patterns, as `nics.compute`
     cdi_directories: tuple[Path, ...] = (Path("/etc/cdi"), Path("/var/run/cdi"))
     cdi_nodes_only: bool = False
+    lost_after_s: float = 10.0
+    """A kubelet that has had none of our healthy devices for so long has lost this plugin."""
     dev: Path = Path("/dev")
     proc: Path = Path("/proc")
 
@@ -84,6 +84,7 @@ class DevicePlugin:
         self._usage_due = threading.Event()
         self._usage_seen = False
         self._usage_problem: str | None = None
+        self._usage_at = self._check_at = 0.0  # when each is due, monotonic seconds
         self._logged = 0  # number of the last decision that is in the log
         self._lost: dict[str, Lost] = {}
         self._thread = threading.Thread(target=self._run, name="plugin", daemon=True)
@@ -141,6 +142,7 @@ class DevicePlugin:
                 )
             self._machine, self._faults, self._suspects = machine, faults, suspects
             self._publish()
+        self._ask_usage()
 
     def withhold(self, withheld: Mapping[str, str]) -> None:
         """Cordon devices, by id or PCI address, with the reason; pods that run on them stay."""
@@ -191,7 +193,7 @@ class DevicePlugin:
         self.resources = {**self.resources, **fresh}
         self.registrations = {
             **self.registrations,
-            **{name: Registration(r, self.options.plugin_dir) for name, r in fresh.items()},
+            **{name: self._registration(resource) for name, resource in fresh.items()},
         }
         if self._started:
             for name in fresh:
@@ -213,6 +215,9 @@ class DevicePlugin:
             on_allocate=self._allocated,
             on_decision=self._wake.set,
         )
+
+    def _registration(self, resource: Resource) -> Registration:
+        return Registration(resource, self.options.plugin_dir, on_registered=self._ask_whether_well)
 
     def _tables(self, advertised: Advertised) -> Mapping[str, Tables]:
         """Tables for each resource that there is, or was: that one has an empty list."""
@@ -280,22 +285,15 @@ class DevicePlugin:
         files: FileWatch | None = None
         kubelet: grpc.Channel | None = None
         if self.options.pod_resources is not None:
-            files = watch([self.options.plugin_dir / CHECKPOINT], self._checkpoint_changed)
+            files = watch([self.options.plugin_dir / CHECKPOINT], self._ask_usage)
             kubelet = channel(self.options.pod_resources)
-        usage_at = check_at = 0.0
         while not self._stopping.is_set():
-            self._log_decisions()
-            now = time.monotonic()
-            if kubelet is not None and (self._usage_due.is_set() or now >= usage_at):
-                self._usage_due.clear()
-                self._read_usage(kubelet)
-                usage_at = now + USAGE_POLL_S
-            if now >= check_at:
-                well = self._check(kubelet)
-                check_at = now + (CHECK_WELL_S if well else CHECK_ILL_S)
-                if self.options.handing.has_cdi:
-                    self._publish_again()  # the toolkit writes its files when it likes
-            next_at = min(check_at, usage_at) if kubelet is not None else check_at
+            try:
+                self._look(kubelet)
+            except Exception:
+                log.exception("the plugin's own look failed; the next is in %g s", CHECK_WELL_S)
+                self._usage_at = self._check_at = time.monotonic() + CHECK_WELL_S
+            next_at = self._check_at if kubelet is None else min(self._check_at, self._usage_at)
             self._wake.wait(max(next_at - time.monotonic(), 0))
             self._wake.clear()
             self._stopping.wait(USAGE_PAUSE_S)
@@ -305,8 +303,26 @@ class DevicePlugin:
         if kubelet is not None:
             kubelet.close()
 
-    def _checkpoint_changed(self, path: Path) -> None:
+    def _look(self, kubelet: grpc.Channel | None) -> None:
+        """Whatever is due: log, ask what is in use, see whether the kubelet has our devices."""
+        self._log_decisions()
+        now = time.monotonic()
+        if kubelet is not None and (self._usage_due.is_set() or now >= self._usage_at):
+            self._usage_due.clear()
+            self._read_usage(kubelet)
+            self._usage_at = now + USAGE_POLL_S
+        if now >= self._check_at:
+            well = self._check(kubelet)
+            self._check_at = now + (CHECK_WELL_S if well else CHECK_ILL_S)
+            if self.options.handing.has_cdi:
+                self._publish_again()  # the toolkit writes its files when it likes
+
+    def _ask_usage(self, _: Path | None = None) -> None:
         self._usage_due.set()
+        self._wake.set()
+
+    def _ask_whether_well(self) -> None:
+        self._check_at = 0.0
         self._wake.set()
 
     def _log_decisions(self) -> None:
@@ -338,7 +354,11 @@ class DevicePlugin:
             return False
         seen = self._allocatable(kubelet)
         now = time.monotonic()
-        well = True
+        # The first seconds tell whether a registration took.
+        well = all(
+            now - (r.registered_at or now) > self.options.lost_after_s
+            for r in registrations.values()
+        )
         for name, registration in registrations.items():
             resource = self.resources[name]
             healthy = resource.tables.healthy
@@ -350,10 +370,8 @@ class DevicePlugin:
                 continue
             well = False
             found = self._lost.setdefault(name, Lost(since=now))
-            if (
-                now - found.since >= LOST_BY_KUBELET_S
-                and found.retried != registration.kubelet_seen
-            ):
+            lasted = now - found.since >= self.options.lost_after_s
+            if lasted and found.retried != registration.kubelet_seen:
                 found.retried = registration.kubelet_seen
                 registration.again(
                     f"the kubelet has had none of {len(healthy)} healthy devices for "

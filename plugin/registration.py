@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,12 +48,19 @@ Signature = tuple[int, int, int]
 class Registration:
     """A thread that keeps one resource registered until `stop`."""
 
-    def __init__(self, resource: Resource, plugin_dir: Path) -> None:
+    def __init__(
+        self,
+        resource: Resource,
+        plugin_dir: Path,
+        *,
+        on_registered: Callable[[], None] = lambda: None,
+    ) -> None:
         self.resource = resource
         self.kubelet = plugin_dir / KUBELET_SOCKET
         self.socket = plugin_dir / socket_name(resource.name)
         self.registered_at: float | None = None  # monotonic seconds; None: not registered now
         self.kubelet_seen: Signature | None = None  # the kubelet that was registered with last
+        self._on_registered = on_registered
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._again: str | None = None
@@ -120,6 +127,7 @@ class Registration:
             self.registered_at = time.monotonic()
             self.resource.counters.registrations += 1
             log.info("%s: registered as %s", self.resource.name, self.socket.name)
+            self._on_registered()
             try:
                 return self._stay(kubelet, own)
             finally:

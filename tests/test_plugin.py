@@ -1,0 +1,680 @@
+"""The plugin over real sockets: register, list, prefer, allocate, and a kubelet that restarts."""
+
+import dataclasses
+import logging
+import random
+import socket as sockets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from plugin.allocation import Handing, Strategy
+from plugin.api import deviceplugin_pb2 as api
+from plugin.cdi import CdiError
+from plugin.decisions import KEPT, Call
+from plugin.devices import Advertising, MigStrategy
+from plugin.held import OWN_ALLOCATION_S, Held, NicUse, nic_use
+from plugin.life import DevicePlugin, Options
+from plugin.registration import socket_name
+from rte.kubelet.api import podresources_pb2 as pod_resources_api
+from rte.kubelet.usage import KubeletError
+from rte.model import (
+    ContainerUse,
+    DeviceId,
+    DeviceUse,
+    Fault,
+    FaultClass,
+    PciAddress,
+    PodName,
+    PodUse,
+    Usage,
+)
+from tests.small_kubelet import GPUS, SmallKubelet, until
+from tests.small_machine import address, machine, slices, uuid, with_gpu
+from tests.test_usage import Kubelet as PodResources
+from tests.test_usage import entry
+
+PAIRS = machine((0, 0, 0, 0, 1, 1, 1, 1), pairs=[(0, 2), (1, 3), (4, 6), (5, 7)])
+
+Start = Callable[..., DevicePlugin]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "dp"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def kubelet(folder: Path) -> Iterator[SmallKubelet]:
+    with SmallKubelet(folder) as kubelet:
+        yield kubelet
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Start]:
+    """Starts plugins that end with the test."""
+    started: list[DevicePlugin] = []
+
+    def start(
+        machine: Any = PAIRS, on_allocate: Callable[[], None] | None = None, **options: Any
+    ) -> DevicePlugin:
+        plugin = DevicePlugin(Options(plugin_dir=folder, **options), on_allocate=on_allocate)
+        started.append(plugin)
+        plugin.start()
+        if machine is not None:
+            plugin.update(machine, {})
+        return plugin
+
+    yield start
+    for plugin in started:
+        plugin.stop()
+
+
+@pytest.fixture
+def plugin(start: Start, kubelet: SmallKubelet) -> DevicePlugin:
+    """A registered plugin of PAIRS."""
+    plugin = start()
+    kubelet.await_register()
+    assert until(lambda: kubelet.lists[GPUS])
+    return plugin
+
+
+def gpus(*numbers: int) -> tuple[DeviceId, ...]:
+    return tuple(uuid(number) for number in numbers)
+
+
+def leave_dead_socket(path: Path) -> None:
+    """What a process that was killed leaves: a socket on which nobody listens."""
+    with sockets.socket(sockets.AF_UNIX) as left:
+        left.bind(str(path))
+
+
+# Registration
+
+
+def test_registers_with_a_short_socket_and_the_options_are_answered_meanwhile(
+    plugin: DevicePlugin, kubelet: SmallKubelet, folder: Path
+) -> None:
+    assert (folder / "rte-gpu.sock").is_socket()
+    (options,) = kubelet.options
+    assert options.get_preferred_allocation_available
+    assert not options.pre_start_required
+    assert plugin.ready
+    assert kubelet.plugin().PreStartContainer(api.PreStartContainerRequest()) is not None
+
+
+def test_the_request_names_version_endpoint_and_resource(
+    start: Start, kubelet: SmallKubelet
+) -> None:
+    start()
+    request = kubelet.await_register()
+    assert request.version == "v1beta1"
+    assert request.endpoint == "rte-gpu.sock"
+    assert request.resource_name == GPUS
+    assert request.options == kubelet.options[0]
+
+
+def test_nothing_is_registered_before_the_machine_is_known(
+    start: Start, kubelet: SmallKubelet
+) -> None:
+    plugin = start(None)
+    assert not plugin.ready
+    assert not plugin.registrations
+    plugin.update(PAIRS, {})
+    kubelet.await_register()
+
+
+@pytest.mark.parametrize(
+    ("resource", "name"),
+    [(GPUS, "rte-gpu.sock"), ("nvidia.com/mig-1g.10gb.me", "rte-mig-1g.10gb.me.sock")],
+)
+def test_socket_names(resource: str, name: str) -> None:
+    assert socket_name(resource) == name
+
+
+def test_a_kubelet_that_is_not_there_is_waited_for_and_said_once(
+    start: Start, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    plugin = start()
+    waiting = f"no kubelet answers on {folder}/kubelet.sock yet"
+    assert until(lambda: waiting in caplog.text)
+    leave_dead_socket(folder / "kubelet.sock")
+    assert not plugin.ready
+    with SmallKubelet(folder) as kubelet:
+        kubelet.await_register(within_s=2)
+        plugin.stop()
+    assert caplog.text.count(waiting) == 1
+
+
+def test_a_kubelet_restart_leads_to_one_register_on_a_new_socket_within_a_second(
+    plugin: DevicePlugin, kubelet: SmallKubelet
+) -> None:
+    for _ in range(3):
+        kubelet.stop()
+        began = time.monotonic()
+        kubelet.start()
+        kubelet.await_register()
+        assert time.monotonic() - began < 1
+        assert until(lambda: plugin.ready)
+    assert kubelet.registered.empty()
+    found = kubelet.sockets["rte-gpu.sock"]
+    assert len(found) == 4
+    assert all(a != b for a, b in pairwise(found))
+    assert set(kubelet.devices()) == set(gpus(*range(8)))
+
+
+def test_the_own_socket_removed_leads_to_a_register_within_a_second(
+    plugin: DevicePlugin, kubelet: SmallKubelet, folder: Path
+) -> None:
+    began = time.monotonic()
+    (folder / "rte-gpu.sock").unlink()
+    kubelet.await_register()
+    assert time.monotonic() - began < 1
+    assert (folder / "rte-gpu.sock").is_socket()
+
+
+def test_a_refused_register_is_tried_again_on_a_new_socket(
+    start: Start, kubelet: SmallKubelet, caplog: pytest.LogCaptureFixture
+) -> None:
+    kubelet.refuse = 3
+    plugin = start()
+    kubelet.await_register()
+    assert until(lambda: plugin.ready)
+    counters = plugin.resources[GPUS].counters
+    assert (counters.registrations, counters.registrations_failed) == (1, 3)
+    assert caplog.text.count("Register: the kubelet answered UNKNOWN: not now") == 1
+
+
+def test_another_plugin_that_answers_for_the_resource_is_waited_for_by_name(
+    start: Start, kubelet: SmallKubelet, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = ThreadPoolExecutor(1)
+    other = grpc.server(pool)
+    other.add_insecure_port(f"unix:{folder}/nvidia-gpu.sock")
+    other.start()
+    plugin = start()
+    assert until(
+        lambda: f"another device plugin answers on {folder}/nvidia-gpu.sock" in caplog.text
+    )
+    assert not plugin.ready
+    assert kubelet.registered.empty()
+    other.stop(0).wait()
+    pool.shutdown()
+    kubelet.await_register()
+
+
+def test_an_instance_that_still_serves_is_not_pushed_aside(
+    plugin: DevicePlugin, kubelet: SmallKubelet, folder: Path, start: Start
+) -> None:
+    inode = (folder / "rte-gpu.sock").stat().st_ino
+    second = start()
+    assert until(lambda: second.registrations)
+    time.sleep(0.2)
+    assert (folder / "rte-gpu.sock").stat().st_ino == inode
+    assert not second.ready
+    plugin.stop()
+    kubelet.await_register()
+    assert until(lambda: second.ready)
+
+
+def test_a_file_that_a_dead_process_left_is_replaced(
+    start: Start, kubelet: SmallKubelet, folder: Path
+) -> None:
+
+    leave_dead_socket(folder / "rte-gpu.sock")
+    start()
+    kubelet.await_register()
+
+
+def test_stop_removes_the_socket_ends_the_stream_and_all_threads(
+    start: Start, kubelet: SmallKubelet, folder: Path
+) -> None:
+    before = set(threading.enumerate())
+    plugin = start()
+    kubelet.await_register()
+    kubelet.devices()
+    began = time.monotonic()
+    plugin.stop()
+    assert time.monotonic() - began < 1
+    assert [path.name for path in folder.iterdir()] == ["kubelet.sock"]
+    assert until(lambda: not kubelet.threads[0].is_alive())
+    ours = [t for t in set(threading.enumerate()) - before if not t.name.startswith("kubelet")]
+    assert until(lambda: not [t for t in ours if t.is_alive()]), ours
+
+
+def test_a_path_too_long_for_a_socket_stops_the_start(tmp_path: Path) -> None:
+    plugin = DevicePlugin(Options(plugin_dir=tmp_path / ("d" * 107)))
+    plugin.update(PAIRS, {})
+    with pytest.raises(KubeletError, match="Unix sockets allow 107"):
+        plugin.start()
+
+
+def test_cdi_without_a_specification_stops_the_start(tmp_path: Path) -> None:
+    options = Options(
+        plugin_dir=tmp_path,
+        handing=Handing(strategies=frozenset({Strategy.CDI_CRI})),
+        cdi_directories=(tmp_path / "cdi",),
+    )
+    with pytest.raises(CdiError, match="nvidia-ctk cdi generate"):
+        DevicePlugin(options).start()
+
+
+def test_a_plugin_that_the_kubelet_lost_registers_once_more_and_only_once(
+    start: Start, kubelet: SmallKubelet, tmp_path: Path
+) -> None:
+    socket = tmp_path / "pr.sock"
+    resources = PodResources(socket)  # alive, and has none of our devices
+    plugin = start(pod_resources=socket, lost_after_s=0.3)
+    kubelet.await_register()
+    kubelet.await_register()
+    first, second = kubelet.sockets["rte-gpu.sock"]
+    assert first != second
+    time.sleep(1.5)
+    assert kubelet.registered.empty()
+    plugin.stop()
+    resources.stop()
+
+
+def test_a_plugin_whose_devices_the_kubelet_has_stays_registered(
+    start: Start, kubelet: SmallKubelet, tmp_path: Path
+) -> None:
+    socket = tmp_path / "pr.sock"
+    resources = PodResources(socket)
+    resources.allocatable.devices.append(entry(GPUS, [uuid(0)], 0))
+    plugin = start(pod_resources=socket, lost_after_s=0.1)
+    kubelet.await_register()
+    time.sleep(1.5)
+    assert kubelet.registered.empty()
+    plugin.stop()
+    resources.stop()
+
+
+def test_a_kubelet_that_opens_no_stream_is_registered_with_once_more(
+    start: Start, kubelet: SmallKubelet
+) -> None:
+    kubelet.watches = False
+    start(lost_after_s=0.3)
+    kubelet.await_register()
+    kubelet.watches = True
+    kubelet.await_register()
+    assert set(kubelet.devices()) == set(gpus(*range(8)))
+
+
+# ListAndWatch
+
+
+def test_the_list_is_whole_at_the_start(plugin: DevicePlugin, kubelet: SmallKubelet) -> None:
+    listed = kubelet.devices()
+    assert list(listed) == list(gpus(*range(8)))
+    assert {device.health for device in listed.values()} == {"Healthy"}
+    numa = [[node.ID for node in listed[id].topology.nodes] for id in gpus(0, 7)]
+    assert numa == [[0], [1]]
+
+
+def test_a_device_without_a_numa_node_has_no_topology_at_all(
+    start: Start, kubelet: SmallKubelet
+) -> None:
+    start(machine((None, 1)))
+    kubelet.await_register()
+    listed = kubelet.devices()
+    assert [listed[id].HasField("topology") for id in gpus(0, 1)] == [False, True]
+
+
+def test_only_a_list_that_changed_is_sent(plugin: DevicePlugin, kubelet: SmallKubelet) -> None:
+    plugin.update(PAIRS, {address(0): (Fault(severity=FaultClass.INFO, reason="warm"),)})
+    plugin.update(dataclasses.replace(PAIRS, driver="999.1"), {})
+    plugin.update(with_gpu(PAIRS, 3, uuid=None, lost="GPU is lost"), {})
+    assert until(lambda: kubelet.devices()[uuid(3)].health == "Unhealthy")
+    plugin.update(PAIRS, {})
+    assert until(lambda: kubelet.devices()[uuid(3)].health == "Healthy")
+    assert len(kubelet.lists[GPUS]) == 3
+
+
+def test_a_cordoned_gpu_turns_unhealthy_and_back(
+    plugin: DevicePlugin, kubelet: SmallKubelet
+) -> None:
+    plugin.withhold({uuid(5): "wrong cable"})
+    assert until(lambda: kubelet.devices()[uuid(5)].health == "Unhealthy")
+    plugin.withhold({})
+    assert until(lambda: kubelet.devices()[uuid(5)].health == "Healthy")
+
+
+def test_streams_are_side_by_side_and_leave_no_thread_behind(
+    plugin: DevicePlugin, kubelet: SmallKubelet
+) -> None:
+    counters = plugin.resources[GPUS].counters
+    streams = [kubelet.plugin().ListAndWatch(api.Empty()) for _ in range(3)]
+    for stream in streams:
+        assert len(next(stream).devices) == 8
+    assert counters.streams == 4
+    plugin.withhold({uuid(0): "test"})
+    for stream in streams:
+        assert next(stream).devices[0].health == "Unhealthy"
+        stream.cancel()
+    assert until(lambda: counters.streams == 1)
+    before = threading.active_count()
+    for _ in range(20):
+        stream = kubelet.plugin().ListAndWatch(api.Empty())
+        next(stream)
+        stream.cancel()
+        assert until(lambda: counters.streams == 1)
+    assert threading.active_count() <= before + 2
+
+
+def test_several_resources_have_a_socket_each(
+    start: Start, kubelet: SmallKubelet, folder: Path
+) -> None:
+    cut = with_gpu(PAIRS, 7, mig_enabled=True, slices=slices(7, "3g.40gb", "1g.10gb+me"))
+    plugin = start(cut, advertising=Advertising(mig=MigStrategy.MIXED))
+    names = {kubelet.await_register().resource_name for _ in range(3)}
+    assert names == {GPUS, "nvidia.com/mig-3g.40gb", "nvidia.com/mig-1g.10gb.me"}
+    assert until(lambda: plugin.ready)
+    assert {path.name for path in folder.glob("rte-*")} == {
+        "rte-gpu.sock",
+        "rte-mig-3g.40gb.sock",
+        "rte-mig-1g.10gb.me.sock",
+    }
+    id = cut.gpus[7].slices[0].id
+    answer = kubelet.allocate(id, resource="nvidia.com/mig-3g.40gb")
+    assert answer.envs["NVIDIA_VISIBLE_DEVICES"] == id
+    # MIG is turned off: the whole GPU is back, and nothing is left under the slices' names.
+    plugin.update(PAIRS, {})
+    assert until(lambda: len(kubelet.devices()) == 8)
+    assert until(lambda: not kubelet.devices("nvidia.com/mig-3g.40gb"))
+
+
+# GetPreferredAllocation
+
+
+def test_the_offer_comes_in_any_order_and_the_answer_is_the_same(
+    plugin: DevicePlugin, kubelet: SmallKubelet
+) -> None:
+    offer = list(gpus(0, 1, 2, 3))
+    shuffle = random.Random(1)
+    for _ in range(20):
+        shuffle.shuffle(offer)
+        assert kubelet.prefer(offer, 2) == gpus(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("offered", "required", "size", "expected"),
+    [
+        pytest.param((1, 2, 3), (), 2, (1, 3), id="the pair that is whole, not the first two"),
+        pytest.param((0, 1, 2, 3), (3,), 2, (1, 3), id="with what is required"),
+        pytest.param((0, 1), (), 5, (0, 1), id="too few: what there is"),
+        pytest.param((), (), 1, (), id="nothing offered"),
+        pytest.param((0, 1), (), 0, (), id="nothing asked"),
+        pytest.param((0, 1), (), -1, (), id="less than nothing asked"),
+    ],
+)
+def test_preferences(
+    plugin: DevicePlugin,
+    kubelet: SmallKubelet,
+    offered: tuple[int, ...],
+    required: tuple[int, ...],
+    size: int,
+    expected: tuple[int, ...],
+) -> None:
+    assert kubelet.prefer(gpus(*offered), size, gpus(*required)) == gpus(*expected)
+
+
+def test_unknown_and_duplicate_ids_are_ignored(plugin: DevicePlugin, kubelet: SmallKubelet) -> None:
+    offer = ["GPU-unknown", *gpus(1, 1, 3, 0), ""]
+    assert kubelet.prefer(offer, 2, ["GPU-foreign"]) == gpus(1, 3)
+
+
+def test_several_containers_in_one_call(plugin: DevicePlugin, kubelet: SmallKubelet) -> None:
+    wanted = [
+        api.ContainerPreferredAllocationRequest(available_deviceIDs=ids, allocation_size=2)
+        for ids in (gpus(0, 1, 2), gpus(4, 5, 7))
+    ]
+    answer = kubelet.plugin().GetPreferredAllocation(
+        api.PreferredAllocationRequest(container_requests=wanted)
+    )
+    assert [tuple(c.deviceIDs) for c in answer.container_responses] == [gpus(0, 2), gpus(5, 7)]
+
+
+def test_a_fault_of_ours_is_an_empty_answer_a_line_and_a_count(
+    plugin: DevicePlugin, kubelet: SmallKubelet, caplog: pytest.LogCaptureFixture
+) -> None:
+    resource = plugin.resources[GPUS]
+    broken = dataclasses.replace(resource.tables.graph, position={uuid(0): 99})
+    resource.update(dataclasses.replace(resource.tables, graph=broken))
+    assert kubelet.prefer(gpus(0, 1), 1) == ()
+    assert resource.counters.preference_faults == 1
+    assert "no preference for" in caplog.text
+
+
+def test_a_single_gpu_is_taken_from_a_broken_pair(
+    plugin: DevicePlugin, kubelet: SmallKubelet
+) -> None:
+    assert kubelet.prefer(gpus(0, 1, 2, 3), 1) == gpus(0)
+    kubelet.allocate(*gpus(0))
+    # 2 has lost its partner to our own Allocate, which no list shows yet.
+    assert kubelet.prefer(gpus(1, 2, 3), 1) == gpus(2)
+
+
+# What is in use
+
+
+def use(*devices: str, pod: str = "p", resource: str = GPUS) -> PodUse:
+    held = tuple(DeviceUse(resource=resource, id=DeviceId(id)) for id in devices)
+    return PodUse(
+        pod=PodName(namespace="n", name=pod),
+        containers=(ContainerUse(name="c", devices=held),),
+    )
+
+
+def test_own_allocations_count_until_a_later_list_shows_them_or_ten_seconds_pass() -> None:
+    now = [100.0]
+    held = Held(clock=lambda: now[0])
+    held.allocated(gpus(0, 1))
+    assert held.ids() == set(gpus(0, 1))
+    held.listed(frozenset(gpus(0)), asked=99.0)  # the one who had 0 before
+    assert held.ids() == set(gpus(0, 1))
+    held.listed(frozenset(), asked=99.5)
+    assert held.ids() == set(gpus(0, 1))
+    held.listed(frozenset(gpus(0)), asked=101.0)
+    assert held.ids() == set(gpus(0, 1))
+    held.listed(frozenset(), asked=102.0)  # the pod with 0 ended; 1 was never seen
+    assert held.ids() == set(gpus(1))
+    now[0] = 100.0 + OWN_ALLOCATION_S
+    assert held.ids() == set()
+
+
+def test_pod_resources_say_what_is_in_use(
+    start: Start, kubelet: SmallKubelet, tmp_path: Path
+) -> None:
+    socket = tmp_path / "pr.sock"
+    resources = PodResources(socket)
+    container = pod_resources_api.ContainerResources(name="c", devices=[entry(GPUS, [uuid(2)], 0)])
+    resources.pods = [pod_resources_api.PodResources(name="p", containers=[container])]
+    plugin = start(pod_resources=socket)
+    kubelet.await_register()
+    assert until(lambda: plugin.held.ids() == {uuid(2)})
+    assert kubelet.prefer(gpus(0, 1, 3), 1) == gpus(0)  # its partner is in use, nothing breaks
+    resources.pods = []
+    (kubelet.folder / "kubelet_internal_checkpoint").write_text("changed")
+    assert until(lambda: plugin.held.ids() == frozenset())
+    plugin.stop()
+    resources.stop()
+
+
+def test_pod_resources_that_do_not_answer_leave_the_plugin_alone(
+    start: Start, kubelet: SmallKubelet, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin = start(pod_resources=tmp_path / "absent.sock")
+    kubelet.await_register()
+    assert until(lambda: plugin.usage_faults)
+    assert "what is in use is not known for now" in caplog.text
+    assert kubelet.prefer(gpus(0, 1, 2), 2) == gpus(0, 2)
+
+
+NIC, OTHER_NIC = PciAddress("0000:21:00.0"), PciAddress("0000:22:00.0")
+
+
+@pytest.mark.parametrize(
+    ("pods", "held", "own"),
+    [
+        pytest.param([use(NIC)], {NIC}, {NIC}, id="one container with a NIC and no GPU"),
+        pytest.param([use(NIC, uuid(0))], {NIC}, set(), id="it has its GPU"),
+        pytest.param([use(NIC), use(OTHER_NIC, pod="q")], {NIC, OTHER_NIC}, set(), id="two"),
+        pytest.param([use("vf-7")], set(), set(), id="an id that is no address"),
+        pytest.param([use("0000:99:00.0")], set(), set(), id="no compute NIC"),
+    ],
+)
+def test_nics_that_lead(pods: list[PodUse], held: set[PciAddress], own: set[PciAddress]) -> None:
+    nics = frozenset({NIC, OTHER_NIC})
+    found = nic_use(Usage(pods=tuple(pods)), nics=nics, gpus=frozenset(gpus(0)))
+    assert found == NicUse(frozenset(held), frozenset(own))
+
+
+# Allocate
+
+
+def test_allocate_answers_and_wakes_the_publisher(start: Start, kubelet: SmallKubelet) -> None:
+    woken = threading.Event()
+    plugin = start(on_allocate=woken.set)
+    kubelet.await_register()
+    answer = kubelet.allocate(*gpus(3, 1))
+    assert dict(answer.envs) == {"NVIDIA_VISIBLE_DEVICES": ",".join(gpus(1, 3))}
+    assert woken.is_set()
+    assert plugin.held.ids() == set(gpus(1, 3))
+    assert plugin.resources[GPUS].counters.allocations == 1
+
+
+def test_ids_that_were_never_advertised_are_refused_by_name(
+    plugin: DevicePlugin, kubelet: SmallKubelet
+) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        kubelet.allocate(uuid(0), "GPU-unknown")
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details() == f"{GPUS} has no such device: GPU-unknown"
+    assert plugin.held.ids() == frozenset()
+    assert plugin.resources[GPUS].counters.allocations_refused == 1
+
+
+def test_a_device_that_turned_unhealthy_in_mid_call_is_still_handed_over(
+    plugin: DevicePlugin, kubelet: SmallKubelet
+) -> None:
+    plugin.update(with_gpu(PAIRS, 1, uuid=None, lost="GPU is lost", index=None), {})
+    assert kubelet.allocate(uuid(1)).envs["NVIDIA_VISIBLE_DEVICES"] == uuid(1)
+
+
+def test_cuda_gets_the_order_of_the_links(start: Start, kubelet: SmallKubelet) -> None:
+    start(handing=Handing(cuda_order=True))
+    kubelet.await_register()
+    envs = kubelet.allocate(*gpus(0, 1, 2, 3)).envs
+    assert envs["CUDA_VISIBLE_DEVICES"] == ",".join(gpus(0, 2, 1, 3))
+
+
+def test_mounts_nodes_annotations_and_cdi_names_reach_the_wire(
+    start: Start, kubelet: SmallKubelet, tmp_path: Path
+) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()
+    start(
+        dev=tmp_path / "dev",
+        handing=Handing(strategies=frozenset(Strategy), device_specs=True, dev_root="/host"),
+        cdi_nodes_only=True,
+        cdi_directories=(tmp_path / "cdi",),
+    )
+    kubelet.await_register()
+    answer = kubelet.allocate(uuid(1))
+    (mount,) = answer.mounts
+    assert mount.container_path == f"/var/run/nvidia-container-devices/{uuid(1)}"
+    assert mount.host_path == "/dev/null"
+    assert [(d.container_path, d.host_path, d.permissions) for d in answer.devices] == [
+        ("/dev/nvidiactl", "/host/dev/nvidiactl", "rw"),
+        ("/dev/nvidia1", "/host/dev/nvidia1", "rw"),
+    ]
+    name = f"k8s.device-plugin.nvidia.com/gpu={uuid(1)}"
+    assert [device.name for device in answer.cdi_devices] == [name]
+    assert list(answer.annotations.values()) == [name]
+    assert (tmp_path / "cdi/k8s.device-plugin.nvidia.com-gpu.json").exists()
+
+
+# Decisions
+
+
+def test_an_answer_is_a_decision_with_its_tuple_and_a_line(
+    plugin: DevicePlugin, kubelet: SmallKubelet, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    kubelet.prefer(gpus(2, 1, 0), 2)
+    kubelet.allocate(*gpus(0, 2))
+    (decision,) = plugin.decisions
+    assert decision.call is Call.PREFERRED
+    assert decision.offered == gpus(0, 1, 2)
+    assert decision.answer == gpus(0, 2)
+    assert decision.preference is not None
+    assert decision.preference.linked
+    assert decision.decided_by == "linked"
+    assert decision.runner_up is not None
+    assert 0 < decision.took_s < 1
+    line = f"{GPUS}: 2 of 3 offered → {uuid(0)} {uuid(2)}, decided by linked"
+    assert until(lambda: line in caplog.text)
+
+
+def test_an_allocate_that_no_preference_preceded_is_a_decision_too(
+    plugin: DevicePlugin, kubelet: SmallKubelet
+) -> None:
+    kubelet.allocate(*gpus(1, 0))
+    (decision,) = plugin.decisions
+    assert decision.call is Call.ALLOCATED
+    assert decision.answer == gpus(0, 1)
+    assert decision.preference is not None
+    assert not decision.preference.linked
+    assert decision.why == "not asked: all that was aligned, or used again"
+
+
+def test_an_allocate_of_others_than_preferred_says_so(
+    plugin: DevicePlugin, kubelet: SmallKubelet
+) -> None:
+    kubelet.prefer(gpus(0, 1, 2), 2)
+    kubelet.allocate(*gpus(0, 1))
+    assert list(plugin.decisions)[-1].why == "the kubelet took others than preferred"
+
+
+def test_so_many_decisions_are_kept(plugin: DevicePlugin) -> None:
+    resource = plugin.resources[GPUS]
+    wanted = api.ContainerPreferredAllocationRequest(
+        available_deviceIDs=gpus(0, 1), allocation_size=1
+    )
+    for _ in range(KEPT + 10):
+        resource.prefer(wanted)
+    kept = list(plugin.decisions)
+    assert len(kept) == KEPT
+    assert kept[-1].number == KEPT + 10
+    assert resource.counters.preferences == KEPT + 10
+    assert sum(resource.counters.preference_took) == KEPT + 10
+
+
+def test_tables_are_replaced_whole_while_calls_go_on(
+    plugin: DevicePlugin, kubelet: SmallKubelet
+) -> None:
+    other = machine((0, 0, 0, 0, 1, 1, 1, 1), pairs=[(0, 1), (2, 3), (4, 5), (6, 7)])
+    stop = threading.Event()
+
+    def change() -> None:
+        while not stop.is_set():
+            plugin.update(other, {})
+            plugin.update(PAIRS, {})
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    answers = {kubelet.prefer(gpus(0, 1, 2, 3), 2) for _ in range(200)}
+    stop.set()
+    changing.join()
+    assert answers <= {gpus(0, 1), gpus(0, 2)}
+    assert plugin.resources[GPUS].counters.preference_faults == 0
