@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import dedent
 
 from rte.discovery.sysfs import Host, read_host
-from rte.sources.recorded import unpack
+from rte.sources.recorded import memory_folder, unpack
 
 TWO_NODES = """
 sys/devices/system/node/online = 0-1
@@ -36,7 +36,7 @@ def tree(root: Path, *parts: str | Iterable[str]) -> Path:
 
 def host(*parts: str | Iterable[str]) -> Host:
     """What is read from the tree that the lines describe."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
         sys = tree(Path(folder), *parts)
         return read_host(sys, proc=Path(folder, "proc"))
 

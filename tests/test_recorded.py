@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rte.__main__ import main
@@ -141,6 +142,36 @@ PATHS = st.lists(st.sampled_from(["a", "b", "pci0000:00", "0000:00:1f.2"]), min_
 def test_any_content_survives(path: str, content: str) -> None:
     (entry,) = parse(f"{path} = {escape(content)}")
     assert entry == Entry(path, content=content)
+
+
+PARTS = st.sampled_from(["sys", "proc", "a", "b", "..", ".", "", "etc", "->", "="])
+LINES = st.lists(
+    st.one_of(
+        st.tuples(st.lists(PARTS, max_size=5).map("/".join), st.lists(PARTS).map("/".join)).map(
+            " -> ".join
+        ),
+        st.lists(PARTS, max_size=5).map("/".join),
+        st.lists(PARTS, max_size=5).map(lambda parts: "/".join(parts) + " = x"),
+        st.text(max_size=20),
+    ),
+    max_size=8,
+)
+
+
+@given(LINES)
+@settings(deadline=None)
+def test_no_text_makes_anything_outside(lines: list[str]) -> None:
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
+        text = Path(folder, "sys.txt")
+        text.write_bytes("\n".join(lines).encode(errors="replace"))
+        root = Path(folder, "machine")
+        with contextlib.suppress(RecordedError):
+            unpack(text, root)
+        assert {path.name for path in Path(folder).iterdir()} <= {"sys.txt", "machine"}
+        if root.exists():
+            assert {path.name for path in root.iterdir()} <= {"sys", "proc"}
+        for path in root.rglob("*"):
+            assert path.resolve().is_relative_to(root.resolve())
 
 
 def test_the_three_kinds_of_lines(root: Path) -> None:

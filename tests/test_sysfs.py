@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from rte.discovery import assemble
 from rte.discovery.sysfs import Host, SysfsError, parse_ids, read_host
 from rte.model import Nic, NumaSource, PciAddress, PciDevice, PciLink
+from rte.sources.recorded import escape
 from tests.sysfs_tree import (
     TWO_NODES,
     bridge,
@@ -442,6 +447,39 @@ def test_everything_is_read_again(tmp_path: Path) -> None:
 def test_a_machine_without_pci_is_read() -> None:
     found = host(TWO_NODES, ["proc/sys/kernel/random/boot_id = 29a25258"])
     assert (found.pci, found.nics, found.boot_id) == ((), (), "29a25258")
+
+
+VALUES = st.one_of(
+    st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), max_size=12),
+    st.from_regex(r"[0-9]{1,6}([-,][0-9]{1,6}){0,3}", fullmatch=True),
+    st.sampled_from(["9" * 5000, "-" + "9" * 5000, "0x" + "f" * 500, "9" * 500 + " Gb/sec"]),
+    st.sampled_from(["9" * 500 + " GT/s", f"MemTotal: {'9' * 5000} kB", "Node: " + "9" * 5000]),
+)
+WHOLE = (
+    *TWO_NODES.splitlines(),
+    "sys/devices/system/node/node1/meminfo = Node 1 MemTotal: 4 kB",
+    "sys/devices/system/node/node1/hugepages/hugepages-2048kB/nr_hugepages = 0",
+    "proc/driver/nvidia/gpus/0000:3b:00.0/numa_status = Node: 1",
+    "proc/sys/kernel/random/boot_id = 1",
+    *function(
+        GPU, numa_node="-1", local_cpulist="4-7", max_link_speed="8 GT/s", max_link_width="8"
+    ),
+    *nic("pci0000:01/0000:01:00.0", sriov_numvfs="0"),
+    *netdev("pci0000:01/0000:01:00.0/net/eth0", carrier="1", speed="1000"),
+    *rdma("virtual/infiniband/rxe0", port1="4: ACTIVE|10 Gb/sec (4X SDR)"),
+    *netdev("virtual/net/bond0", **{"bonding/slaves": "eth0"}),
+)
+FILES = [number for number, line in enumerate(WHOLE) if " = " in line]
+
+
+@given(st.dictionaries(st.sampled_from(FILES), VALUES, min_size=1, max_size=4))
+@settings(deadline=None)
+def test_no_content_of_any_file_stops_the_reading(changes: dict[int, str]) -> None:
+    lines = list(WHOLE)
+    for number, value in changes.items():
+        lines[number] = f"{lines[number].partition(' = ')[0]} = {escape(value)}"
+    with contextlib.suppress(SysfsError):  # when no node is left
+        assemble(host(lines), None)
 
 
 # NICs

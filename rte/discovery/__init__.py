@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
@@ -307,10 +306,10 @@ def mig_slice(mig: MigReading, answer: GpuReading) -> MigSlice:
 
 def mig_profile(mig: MigReading, gpu_memory_bytes: int | None) -> str:
     """NVIDIA's name of a slice: 1g.10gb, 1c.3g.40gb. Its memory is counted in eighths of a GPU."""
-    gigabytes = round(mig.memory_mib / 1024)
+    gigabytes = (mig.memory_mib + 512) // 1024
     if gpu_memory_bytes:
-        eighths = math.ceil(8 * (mig.memory_mib << 20) / gpu_memory_bytes)
-        gigabytes = round(eighths / 8 * math.ceil(gpu_memory_bytes / 2**30))
+        eighths = -(-(mig.memory_mib << 23) // gpu_memory_bytes)  # both are rounded up
+        gigabytes = (eighths * -(-gpu_memory_bytes // 2**30) + 4) // 8
     part = "" if mig.compute_slices == mig.gpu_slices else f"{mig.compute_slices}c."
     return f"{part}{mig.gpu_slices}g.{gigabytes}gb"
 

@@ -239,7 +239,7 @@ def read_memory(tree: Tree, path: str) -> int | None:
     text = tree.read(path)
     if text is None:
         return None
-    match = re.search(r"MemTotal:\s*(\d+) kB", text)
+    match = re.search(r"MemTotal:\s*(\d{1,15}) kB", text)
     if match is None:
         tree.surprise(path, "a line with MemTotal", text)
         return None
@@ -265,7 +265,7 @@ def read_distance(tree: Tree, path: str, *, online: tuple[int, ...]) -> Mapping[
     # A node that went offline may leave its column behind.
     named = (ids for ids in (online, tree.ids(f"{NODES}/possible")) if ids)
     ids = next((ids for ids in named if len(ids) == len(columns)), None)
-    if ids is None or not all(column.isdecimal() for column in columns):
+    if ids is None or not all(re.fullmatch(r"\d{1,5}", column) for column in columns):
         tree.surprise(path, f"{len(online)} distances, one for each online node", text)
         return {}
     row = zip(ids, columns, strict=True)
@@ -280,7 +280,7 @@ def read_gpu_memory_nodes(procfs: Tree) -> Mapping[NumaId, PciAddress]:
         text = procfs.read(path)
         if text is None:
             continue
-        match = re.search(r"^Node:\s*(-?\d+)", text, re.MULTILINE)
+        match = re.search(r"^Node:\s*(-?\d{1,5})$", text, re.MULTILINE)
         if match is None:
             procfs.surprise(path, "a line with Node", text)
         elif int(match[1]) >= 0 and not re.search(r"^Status:\s*offline", text, re.MULTILINE):
@@ -391,7 +391,7 @@ def read_link(tree: Tree, folder: str) -> PciLink | None:
     speed = tree.read(path)
     if speed is None or speed.startswith("Unknown"):
         return None  # no PCIe port, or Linux before 4.13
-    match = re.match(r"(\d+(?:\.\d+)?) GT/s", speed)
+    match = re.match(r"(\d{1,4}(?:\.\d{1,4})?) GT/s", speed)
     if match is None:
         tree.surprise(path, "a speed in GT/s", speed)
         return None
@@ -593,7 +593,7 @@ def read_rdma_ports(tree: Tree, devices: tuple[str, ...]) -> tuple[int | None, b
         rate = tree.read(f"{folder}/rate")  # "25 Gb/sec (1X EDR)"
         if rate is None or active is False:
             continue
-        match = re.match(r"(\d+(?:\.\d+)?) Gb/sec", rate)
+        match = re.match(r"(\d{1,6}(?:\.\d{1,4})?) Gb/sec", rate)
         if match is None:
             tree.surprise(f"{folder}/rate", "a rate in Gb/sec", rate)
         else:
