@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from random import Random
 
 from rte.model import (
+    CpuId,
     DeviceId,
     Fabric,
     FabricState,
@@ -15,6 +18,7 @@ from rte.model import (
     Nic,
     NumaId,
     NumaNode,
+    NumaSource,
     NvLinkEnd,
     PciAddress,
     PciDevice,
@@ -211,3 +215,81 @@ def stated_levels(
             if a != b and dice.random() < 0.8:
                 found[a, b] = dice.choice([Level.PIX, Level.PXB, Level.NODE, Level.SYS])
     return found
+
+
+def meshed(
+    count: int, lanes: Mapping[tuple[int, int], int] | None = None, *, sockets: int = 1
+) -> Machine:
+    """GPUs `GPU-<n>` on host bridges of their own, with NVLinks of 25 GB/s a lane."""
+    numbers = range(count)
+    addresses = [pci_address(f"{i:04x}:01:00.0") for i in numbers]
+    numa = [NumaId(i * sockets // count) for i in numbers]
+    links = dict(lanes or {})
+    links |= {(b, a): n for (a, b), n in links.items()}
+    return Machine(
+        numa_nodes=tuple(
+            NumaNode(
+                id=NumaId(node),
+                cpus=(CpuId(node),),
+                distance={NumaId(n): 10 if n == node else 20 for n in range(sockets)},
+            )
+            for node in range(sockets)
+        ),
+        pci=tuple(
+            PciDevice(
+                address=addresses[i],
+                root=f"pci{i:04x}:00",
+                vendor=0x10DE,
+                device=1,
+                class_code=0x030200,
+                numa=numa[i],
+                numa_from=NumaSource.SYSFS,
+                link=PciLink(gigatransfers=16, width=16),
+            )
+            for i in numbers
+        ),
+        gpus=tuple(
+            Gpu(
+                number=i,
+                pci=addresses[i],
+                uuid=DeviceId(f"GPU-{i}"),
+                product="GPU",
+                memory_bytes=80 << 30,
+                links=tuple(
+                    NvLinkEnd(
+                        peer=LinkPeer.GPU,
+                        remote=addresses[j],
+                        lanes=links[i, j],
+                        lane_megabytes_per_s=25_000,
+                    )
+                    for j in numbers
+                    if links.get((i, j))
+                ),
+            )
+            for i in numbers
+        ),
+    )
+
+
+def with_nics(machine: Machine, nodes: Sequence[int]) -> Machine:
+    """The machine with RDMA NICs `mlx5_<n>` on host bridges of their own, in these NUMA nodes."""
+    functions = [
+        PciDevice(
+            address=pci_address(f"{0x1000 + i:04x}:01:00.0"),
+            root=f"pci{0x1000 + i:04x}:00",
+            vendor=0x15B3,
+            device=1,
+            class_code=0x020000,
+            numa=NumaId(node),
+            numa_from=NumaSource.SYSFS,
+        )
+        for i, node in enumerate(nodes)
+    ]
+    return replace(
+        machine,
+        pci=(*machine.pci, *functions),
+        nics=tuple(
+            Nic(pci=f.address, rdma=(f"mlx5_{i}",), rate_megabits_per_s=400_000)
+            for i, f in enumerate(functions)
+        ),
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, permutations
 from random import Random
 from typing import Any
 
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 
 from rte.graph.build import Graph, build
 from rte.graph.choose import Choice, Preference, choose
-from rte.model import Machine
+from rte.model import Fabric, FabricState, Level, LinkPeer, Machine, NvLinkEnd
 from tests.brute import FIELDS, Brute
-from tests.graphs import random_machine
+from tests.graphs import meshed, random_machine, with_nics
 
 quick = settings(derandomize=True, database=None, deadline=None, max_examples=150)
 
@@ -68,7 +69,9 @@ def compare(graph: Graph, brute: Brute, question: dict[str, Any]) -> None:
     assert explained.runner_up is not None
     assert explained.runner_up.chosen == expected[1][1], question
     assert values(explained, explained.runner_up.preference) == expected[1][0]
-    differs = next(i for i, (a, b) in enumerate(zip(*(e[0] for e in expected[:2]))) if a != b)
+    differs = next(
+        i for i, (a, b) in enumerate(zip(expected[0][0], expected[1][0], strict=True)) if a != b
+    )
     names = ["alike", "nics", *[f for f in FIELDS if f not in ("alike", "nics")]]
     assert explained.decided_by == (names if explained.nics_lead else FIELDS)[differs]
 
@@ -83,3 +86,313 @@ def test_equals_brute_force_on_random_machines(seed: int) -> None:
         brute = Brute(machine, suspects)
         for _ in range(6):
             compare(graph, brute, asked_at_random(dice, graph, machine))
+
+
+# What must hold on any machine
+
+
+def drawn(seed: int) -> tuple[Random, Graph, dict[str, Any]]:
+    dice = Random(seed)
+    machine = random_machine(dice)
+    graph = build(machine)
+    return dice, graph, asked_at_random(dice, graph, machine)
+
+
+@quick
+@given(seed=st.integers(0, 2**32))
+def test_answer_depends_on_neither_order_nor_duplicates_nor_unknown_ids(seed: int) -> None:
+    dice, graph, question = drawn(seed)
+    answer = choose(graph, **question, explain=True)
+    for name in ("available", "required", "free", "free_nics", "own_nics"):
+        if question.get(name):
+            given = list(question[name])
+            question[name] = dice.sample(given, len(given)) + dice.choices(given, k=2)
+    question["available"].insert(dice.randrange(3), "GPU-of-another-node")
+    question["required"] = [*question["required"], "GPU-lost-since"]
+    assert choose(graph, **question, explain=True) == answer
+
+
+@quick
+@given(seed=st.integers(0, 2**32))
+def test_answer_has_the_required_and_nothing_foreign(seed: int) -> None:
+    _, graph, question = drawn(seed)
+    chosen = choose(graph, **question).chosen
+    assert set(question["required"]) <= set(chosen) <= {*question["available"]}
+    assert len(chosen) == min(question["size"], len(question["available"]))
+    assert [graph.position[id] for id in chosen] == sorted(graph.position[id] for id in chosen)
+
+
+@quick
+@given(seed=st.integers(0, 2**32))
+def test_more_available_never_makes_the_winner_worse(seed: int) -> None:
+    dice, graph, question = drawn(seed)
+    question["free"] = list(graph.ids)  # so that what stays free differs by the choice alone
+    fewer = dict(question, available=question["available"][: dice.randint(1, 8)])
+    fewer["required"] = question["required"] = []
+    less, more = choose(graph, **fewer), choose(graph, **question)
+    if len(less.chosen) == len(more.chosen) and less.preference and more.preference:
+        assert values(more, more.preference) >= values(less, less.preference)
+
+
+@quick
+@given(seed=st.integers(0, 2**32))
+def test_a_worse_link_never_improves_a_set_in_the_fields_up_to_total(seed: int) -> None:
+    dice = Random(seed)
+    machine = random_machine(dice)
+    linked = [gpu for gpu in machine.gpus if gpu.links]
+    if not linked:
+        return
+    worse = dice.choice(linked)
+    ends = list(worse.links)
+    at = dice.randrange(len(ends))
+    ends[at] = replace(ends[at], lanes=dice.randint(0, ends[at].lanes - 1))
+    damaged = replace(
+        machine,
+        gpus=tuple(replace(g, links=tuple(ends)) if g is worse else g for g in machine.gpus),
+    )
+    before, after = build(machine), build(damaged)
+    ids = dice.sample(list(before.ids), dice.randint(0, len(before.ids)))
+    good, bad = (choose(g, available=ids, size=len(ids)).preference for g in (before, after))
+    if good and bad:
+        assert bad[: FIELDS.index("total") + 1] <= good[: FIELDS.index("total") + 1]
+
+
+# Rules of the design, each by the smallest machine on which it matters
+
+
+def test_too_few_give_what_there_is() -> None:
+    graph = build(meshed(4))
+    assert choose(graph, available=["GPU-2", "GPU-0"], size=3).chosen == ("GPU-0", "GPU-2")
+    assert choose(graph, available=[], size=2).chosen == ()
+    assert choose(graph, available=graph.ids, size=0).chosen == ()
+    assert choose(graph, available=["GPU-9"], size=1).preference is None
+
+
+def test_more_required_than_asked_give_the_best_of_the_required() -> None:
+    graph = build(meshed(4, {(1, 3): 4}))
+    required = ["GPU-0", "GPU-1", "GPU-3"]
+    assert choose(graph, available=graph.ids, required=required, size=2).chosen == (
+        "GPU-1",
+        "GPU-3",
+    )
+
+
+def test_nothing_is_decided_without_another_set() -> None:
+    graph = build(meshed(2))
+    choice = choose(graph, available=graph.ids, size=2, explain=True)
+    assert (choice.runner_up, choice.decided_by, choice.considered) == (None, None, 1)
+
+
+def test_lanes_of_the_weaker_direction_count() -> None:
+    machine = meshed(3, {(0, 1): 4, (1, 2): 2})
+    ends = tuple(replace(e, lanes=1) for e in machine.gpus[0].links)
+    machine = replace(machine, gpus=(replace(machine.gpus[0], links=ends), *machine.gpus[1:]))
+    choice = choose(build(machine), available=["GPU-0", "GPU-1", "GPU-2"], size=2)
+    assert choice.chosen == ("GPU-1", "GPU-2")
+
+
+def test_a_set_with_a_suspect_link_loses_only_against_its_equal() -> None:
+    machine = meshed(4, {(0, 1): 2, (2, 3): 2})
+    rising = [machine.gpus[1].pci]
+    graph = build(machine, suspects=rising)
+    choice = choose(graph, available=graph.ids, size=2, explain=True)
+    assert (choice.chosen, choice.decided_by) == (("GPU-2", "GPU-3"), "sound")
+    graph = build(meshed(4, {(0, 1): 4, (2, 3): 2}), suspects=rising)
+    assert choose(graph, available=graph.ids, size=2).chosen == ("GPU-0", "GPU-1")
+
+
+@pytest.mark.parametrize(
+    ("states", "joined"),
+    [
+        pytest.param([("completed", "c1", 0), ("completed", "c1", 0)], True, id="one fabric"),
+        pytest.param([("completed", "c1", 0), ("completed", "c2", 0)], False, id="two clusters"),
+        pytest.param([("completed", "c1", 0), ("completed", "c1", 1)], False, id="two cliques"),
+        pytest.param([None, None], True, id="a driver that knows no fabric"),
+        pytest.param([("completed", None, 0), ("completed", None, 0)], True, id="H100: all zero"),
+        pytest.param([("completed", None, 0), None], True, id="zero cluster beside none"),
+        pytest.param([("completed", "c1", 0), None], False, id="a fabric beside none"),
+        pytest.param([("in progress", None, 0), ("in progress", None, 0)], False, id="not ready"),
+        pytest.param([("not supported", None, 0), None], True, id="not supported"),
+    ],
+)
+def test_switch_lanes_join_gpus_of_one_fabric(states: list[Any], joined: bool) -> None:
+    machine = meshed(2)
+    gpus = tuple(
+        replace(
+            gpu,
+            links=(NvLinkEnd(peer=LinkPeer.SWITCH, lanes=18, lane_megabytes_per_s=25_000),),
+            fabric=said
+            and Fabric(
+                state=FabricState(said[0]), cluster=said[1] and said[1] * 16, clique=said[2]
+            ),
+        )
+        for gpu, said in zip(machine.gpus, states, strict=True)
+    )
+    graph = build(replace(machine, gpus=gpus))
+    assert graph.closeness[0][1].nvlink_megabytes_per_s == (450_000 if joined else 0)
+
+
+def test_links_to_cpus_join_no_gpus() -> None:
+    """POWER9: the V100s of a socket share its NPU, which is no switch."""
+    machine = meshed(2)
+    ends = (NvLinkEnd(peer=LinkPeer.CPU, lanes=3, lane_megabytes_per_s=25_000),)
+    gpus = tuple(replace(gpu, links=ends) for gpu in machine.gpus)
+    assert build(replace(machine, gpus=gpus)).adjacent == (0, 0)
+
+
+def test_a_failed_peer_read_is_the_worst_level() -> None:
+    machine = meshed(3)
+    a, b = machine.gpus[0].pci, machine.gpus[1].pci
+    graph = build(replace(machine, peer_reads={(b, a): False}))
+    assert graph.closeness[0][1].level == 0
+    assert graph.closeness[0][2].level == Level.NODE
+    assert graph.relation(a, b) is Level.NODE  # what is shown stays what the tree says
+    assert choose(graph, available=graph.ids, size=2).chosen == ("GPU-0", "GPU-2")
+
+
+def test_nics_that_the_container_holds_lead() -> None:
+    """A linked pair on socket 0 is offered, but the container already holds NICs of socket 1."""
+    machine = with_nics(meshed(4, {(0, 1): 4}, sockets=2), [0, 1])
+    held = [nic.pci for nic in machine.nics[1:] if nic.pci]
+    graph = build(machine)
+    assert choose(graph, available=graph.ids, size=2).chosen == ("GPU-0", "GPU-1")
+    near = choose(graph, available=graph.ids, size=2, own_nics=held, explain=True)
+    # One of the two near the NIC, and then what is linked.
+    assert near.preference is not None
+    assert near.preference.nics == (0, 1)
+    assert near.chosen == ("GPU-2", "GPU-3")
+    single = choose(graph, available=graph.ids, size=1, own_nics=held)
+    assert single.chosen == ("GPU-2",)
+
+
+def test_a_single_gpu_leaves_those_near_free_nics_to_others() -> None:
+    machine = with_nics(meshed(4, sockets=2), [0])
+    graph = build(machine)
+    assert choose(graph, available=graph.ids, size=1).chosen == ("GPU-2",)
+    assert choose(graph, available=graph.ids, size=1, free_nics=[]).chosen == ("GPU-0",)
+
+
+def test_a_nic_serves_one_member() -> None:
+    machine = with_nics(meshed(6, sockets=2), [0, 1])
+    graph = build(machine)
+    choice = choose(graph, available=graph.ids, size=3)
+    assert choice.preference is not None
+    assert choice.preference.nics == (0, 1)
+
+
+def test_compute_nics_are_the_most_common_rate_without_divided_cards() -> None:
+    machine = with_nics(meshed(2), [0, 0, 0, 0])
+    rates = (400_000, 400_000, 100_000, 400_000)
+    nics = [replace(n, rate_megabits_per_s=r) for n, r in zip(machine.nics, rates, strict=True)]
+    nics[3] = replace(nics[3], physical_function=nics[0].pci)
+    graph = build(replace(machine, nics=tuple(nics)))
+    assert [nic.name for nic in graph.nics] == ["mlx5_1", "mlx5_3"]
+    graph = build(replace(machine, nics=tuple(nics)), compute_nics=["mlx5_[02]"])
+    assert [nic.name for nic in graph.nics] == ["mlx5_2"]
+
+
+# Public complaints (repository#number), each by the machine that it came from
+
+
+def test_a_pair_without_a_recorded_link_is_the_worst_not_the_best() -> None:
+    """ROCm/k8s-device-plugin#210: two islands; a missing edge weighed nothing and won."""
+    islands = dict.fromkeys(combinations(range(4), 2), 1)
+    islands |= {(a + 4, b + 4): 1 for a, b in combinations(range(4), 2)}
+    graph = build(meshed(8, islands))
+    for size in (2, 3, 4):
+        chosen = choose(graph, available=graph.ids, size=size).chosen
+        assert len({graph.position[id] // 4 for id in chosen}) == 1
+
+
+def test_partner_of_a_taken_gpu_goes_first() -> None:
+    """NVIDIA/k8s-device-plugin#1193: single GPUs in turn break two of four pairs, not four."""
+    graph = build(meshed(8, {(0, 5): 4, (1, 4): 4, (2, 7): 4, (3, 6): 4}))
+    free = list(graph.ids)
+    for _ in range(4):
+        free.remove(choose(graph, available=free, size=1).chosen[0])
+    whole = [
+        pair for pair in [(0, 5), (1, 4), (2, 7), (3, 6)] if {f"GPU-{i}" for i in pair} <= {*free}
+    ]
+    assert len(whole) == 2
+
+
+def test_linked_neighbours_are_chosen_when_an_index_is_taken() -> None:
+    """NVIDIA/k8s-device-plugin#39: 0 is taken; 2,3 rather than 1,2."""
+    graph = build(meshed(4, {(0, 1): 2, (2, 3): 2}))
+    available = ["GPU-1", "GPU-2", "GPU-3"]
+    assert choose(graph, available=available, size=2).chosen == ("GPU-2", "GPU-3")
+
+
+def test_numa_counts_where_all_relations_are_equal() -> None:
+    """NVIDIA/go-gpuallocator#17: 8 GPUs, all SYS to each other, on two sockets."""
+    machine = meshed(8, sockets=2)
+    pairs = permutations((gpu.pci for gpu in machine.gpus), 2)
+    graph = build(replace(machine, levels=dict.fromkeys(pairs, Level.SYS)))
+    chosen = choose(graph, available=["GPU-3", "GPU-4", "GPU-6", "GPU-7"], size=3, explain=True)
+    assert (chosen.chosen, chosen.decided_by) == (("GPU-4", "GPU-6", "GPU-7"), "numa_spread")
+
+
+def test_small_requests_keep_a_socket_whole() -> None:
+    """pytorch/ci-infra#696: small jobs on both sockets, then 4-GPU jobs are refused in a loop."""
+    graph = build(meshed(8, dict.fromkeys(combinations(range(8), 2), 18), sockets=2))
+    free = list(graph.ids)
+    for size in (1, 2, 1):
+        for id in choose(graph, available=free, size=size).chosen:
+            free.remove(id)
+    assert free == ["GPU-4", "GPU-5", "GPU-6", "GPU-7"]
+
+
+def test_count_that_does_not_divide_the_offer_is_served() -> None:
+    """NVIDIA/go-gpuallocator PR 80: 5 GPUs, three asked, one linked pair: two and a nil came."""
+    graph = build(meshed(5, {(1, 4): 12}))
+    assert choose(graph, available=graph.ids, size=3).chosen == ("GPU-0", "GPU-1", "GPU-4")
+
+
+def test_ends_that_disagree_break_nothing() -> None:
+    """NVIDIA/k8s-device-plugin#448: asymmetric link counts panicked."""
+    machine = meshed(4, {(0, 1): 4, (2, 3): 4})
+    one_sided = replace(machine.gpus[0], links=())
+    graph = build(replace(machine, gpus=(one_sided, *machine.gpus[1:])))
+    assert choose(graph, available=graph.ids, size=2).chosen == ("GPU-2", "GPU-3")
+    assert graph.suspects == 0b11
+
+
+def test_a_lost_gpu_is_simply_not_there() -> None:
+    """NVIDIA/k8s-device-plugin#231, #2038: one lost GPU refused every pod, of the others too."""
+    machine = meshed(4, {(0, 1): 4, (2, 3): 4})
+    lost = replace(machine.gpus[1], uuid=None, lost="GPU is lost", links=())
+    graph = build(replace(machine, gpus=(machine.gpus[0], lost, *machine.gpus[2:])))
+    available = ["GPU-0", "GPU-1", "GPU-2", "GPU-3"]  # the kubelet may not know yet
+    assert choose(graph, available=available, size=2).chosen == ("GPU-2", "GPU-3")
+    assert choose(graph, available=available, size=1).chosen == ("GPU-0",)
+    assert choose(graph, available=available, size=4).chosen == ("GPU-0", "GPU-2", "GPU-3")
+
+
+# Beyond 16 GPUs
+
+
+def test_interchangeable_gpus_keep_64_exact() -> None:
+    """Two sockets of 32 have 33 times 33 kinds of sets, and not 2 to the 64th."""
+    graph = build(meshed(64, dict.fromkeys(combinations(range(64), 2), 18), sockets=2))
+    choice = choose(graph, available=graph.ids[3:], size=30, explain=True)
+    assert choice.exact
+    assert choice.chosen == graph.ids[32:62]
+    assert choice.decided_by == "order"
+
+
+def test_too_many_kinds_are_searched_within_bounds_and_said_so() -> None:
+    dice = Random(1)
+    links = {pair: dice.choice([0, 0, 1, 2]) for pair in combinations(range(20), 2)}
+    graph = build(meshed(20, links))
+    assert graph.ranks is None
+    few = choose(graph, available=graph.ids, size=2, explain=True)
+    assert few.exact
+    assert few.chosen == Brute(graph.machine).ranking(available=graph.ids, size=2)[0][1]
+    many = choose(graph, available=graph.ids, required=["GPU-7"], size=9, explain=True)
+    assert not many.exact
+    assert len(set(many.chosen)) == 9
+    assert "GPU-7" in many.chosen
+    assert many.preference is not None
+    first_fit = choose(graph, available=["GPU-7", *graph.ids[:8]][:9], size=9)
+    assert first_fit.preference is not None
+    assert many.preference > first_fit.preference

@@ -36,8 +36,12 @@ class Matrix:
 
 def read_matrix(name: str) -> Matrix:
     """The matrix in `<name>.txt`. Raises ValueError where a row has not a cell for each column."""
-    lines = (FOLDER / f"{name}.txt").read_text().splitlines()
-    table = [line for line in lines if line.strip() and not line.startswith("#")]
+    return parse_matrix((FOLDER / f"{name}.txt").read_text(), name)
+
+
+def parse_matrix(text: str, name: str) -> Matrix:
+    """The matrix in a text that `name` says the origin of. Raises ValueError as read_matrix."""
+    table = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     names = tuple(NAME.findall(table[0].split("CPU Affinity")[0]))
     cells: dict[tuple[str, str], str] = {}
     devices = {column: column for column in names if not column.startswith(("GPU", "NIC"))}
