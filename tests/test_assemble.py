@@ -125,6 +125,7 @@ def test_a_lost_gpu_keeps_its_number_and_renames_no_other(
         ("gpu-2", THIRD, None),
     ]
     assert found.gpus[1].uuid is None
+    assert found.unknown == ()
 
 
 def test_a_lost_gpu_that_left_the_bus_stays_when_nvml_says_where_it_was() -> None:
@@ -154,6 +155,15 @@ def test_a_gpu_of_a_virtual_machine_is_neither_ours_nor_lost_and_keeps_its_numbe
         ("gpu-2", THIRD, None),
     ]
     assert found.unknown == (f"{SECOND}: an NVIDIA GPU bound to vfio-pci; it is left alone",)
+
+
+def test_a_gpu_that_was_just_passed_through_is_no_longer_ours() -> None:
+    found = assemble(
+        host(TWO_NODES, gpus(FIRST), gpus(SECOND, driver="vfio-pci")),
+        nvml(answer(0, FIRST), answer(1, SECOND), levels=[(0, 1, 40)]),  # read before
+    )
+    assert [g.pci for g in found.gpus] == [FIRST]
+    assert found.levels == {}
 
 
 @pytest.mark.parametrize(
@@ -444,6 +454,14 @@ def test_links_that_exist_and_were_never_up_are_no_links() -> None:
 def test_speed_of_a_lane(version: int | None, speed: int | None, expected: int) -> None:
     found = one(links=[{"link": 0, "active": True, "version": version, "speed_mbps": speed}])
     assert found.links[0].lane_megabytes_per_s == expected
+
+
+def test_lanes_to_one_end_are_as_fast_as_the_slowest() -> None:
+    speeds = (26_562, 25_781)
+    found = one(
+        links=[{"link": n, "active": True, "speed_mbps": speed} for n, speed in enumerate(speeds)]
+    )
+    assert [(end.lanes, end.lane_megabytes_per_s) for end in found.links] == [(2, 25_781)]
 
 
 # Fabric, MIG, levels

@@ -282,6 +282,12 @@ def test_numa_node_of_a_function(
     assert (found.numa, found.numa_from) == (numa, source)
 
 
+def test_all_cpus_of_a_single_node_are_no_locality_either() -> None:
+    one_node = ["sys/devices/system/node/online = 0", "sys/devices/system/node/node0/cpulist = 0-7"]
+    found = host(one_node, function(GPU, numa_node="-1", local_cpulist="0-7"))
+    assert device(found, "0000:3b:00.0").numa is None
+
+
 def test_a_bridge_above_knows_the_node_better_than_local_cpus() -> None:
     found = host(
         TWO_NODES,
