@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -184,33 +185,47 @@ class Pacer:
 
 # What is not as it should be
 
+UNREADY = frozenset({"kubelet", "hardware", "policy", "API server", "agent"})
+HANGS_S = 180.0
+"""A turn is a few requests with time-outs of 5 and 10 s; one that takes so long hangs."""
+
+
+class Problem(NamedTuple):
+    words: str
+    since: float  # seconds since the epoch
+
+    def __str__(self) -> str:
+        since = datetime.fromtimestamp(self.since, UTC)
+        return f"{self.words} (since {since:%Y-%m-%dT%H:%M:%SZ})"
+
 
 class Problems:
     """What is wrong now, by subject; each is logged when it begins, changes and ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._words: dict[str, str] = {}
+        self._problems: dict[str, Problem] = {}
 
     def report(self, subject: str, words: str) -> None:
         with self._lock:
-            known = self._words.get(subject)
-            self._words[subject] = words
+            known = self._problems.get(subject)
+            since = known.since if known else time.time()
+            self._problems[subject] = Problem(words, since)
         if known is None:
             log.warning("%s: %s", subject, words)
-        elif known != words:
+        elif known.words != words:
             log.info("%s: now %s", subject, words)
 
     def end(self, subject: str) -> None:
         with self._lock:
-            known = self._words.pop(subject, None)
+            known = self._problems.pop(subject, None)
         if known is not None:
-            log.info("%s: in order again", subject)
+            log.info("%s: in order again, after %.0f s", subject, time.time() - known.since)
 
-    def current(self) -> Mapping[str, str]:
+    def current(self) -> Mapping[str, Problem]:
         """A copy, in the order in which they began."""
         with self._lock:
-            return dict(self._words)
+            return dict(self._problems)
 
 
 # What the agent is made of
@@ -306,6 +321,7 @@ class Agent:
         self.published_at: float | None = None
         """When the sink last had all of what was observed."""
         self.clock = clock
+        self.stale_after_s = max(60.0, 3 * (pace or Pace()).poll_s)
         self._hardware = hardware
         self._sources = sources
         self._compose = compose
@@ -321,6 +337,7 @@ class Agent:
         self._bodies: Mapping[str, Mapping[str, object]] = {}  # by kind, as last published
         self._sink_is_due = True
         self._is_held = False
+        self._busy_since: float | None = None
         self._unanswered: dict[Reason, float] = {}  # reasons until a look is published
         self._watch: FileWatch | None = None
         self._thread: threading.Thread | None = None
@@ -358,16 +375,47 @@ class Agent:
         """Why the kubelet's files are polled, or None."""
         return self._watch.polling if self._watch else None
 
+    def published(self, kind: str) -> Mapping[str, object] | None:
+        """The body of this kind as last published by this process, or None."""
+        return self._bodies.get(kind)
+
+    def not_ready(self) -> Mapping[str, str]:
+        """What stands between the node and a right object, by subject, in words; empty: nothing.
+
+        Another writer and a broken state file are problems, but no reason to be not ready.
+        """
+        found = {
+            subject: str(problem)
+            for subject, problem in self.problems.current().items()
+            if subject in UNREADY
+        }
+        if self.published_at is None:
+            found.setdefault("publication", "nothing has been published yet")
+        elif (late_s := self.clock() - (self.observed_at or 0)) > self.stale_after_s:
+            found.setdefault("publication", f"stale: the last good look was {late_s:.0f} s ago")
+        return found
+
+    def stuck(self) -> str | None:
+        """Why this process should be replaced, or None: the loop has ended or hangs."""
+        if self._thread is not None and not self._thread.is_alive() and not self._stopped:
+            return "the publisher's thread has ended"
+        since = self._busy_since
+        if since is not None and (busy_s := self.clock() - since) > HANGS_S:
+            return f"the publisher has been at one turn for {busy_s:.0f} s"
+        return None
+
     # The loop
 
     def run(self) -> None:
         """Until `stop`."""
         while (reasons := self._wait()) is not None:
+            self._busy_since = self.clock()
             try:
                 self.turn(reasons)
             except Exception as error:
                 self._fail("agent", type(error).__name__, f"{error!r}; this is a bug")
                 log.exception("the publisher goes on after")
+            self._busy_since = None
 
     def _wait(self) -> dict[Reason, float] | None:
         """The reasons that wait, when it is time for them; None at the end."""
