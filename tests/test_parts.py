@@ -1,5 +1,10 @@
 """MIG slices and replicas by GPU, and GPUs in the order of their links."""
 
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
 import pytest
 
 from rte.graph.build import Graph, build
@@ -89,3 +94,50 @@ def test_what_the_graph_lacks_comes_last() -> None:
     order = nvlink_order(GRAPH, [DeviceId("lost"), uuid(0), uuid(1), uuid(2)])
     assert order == (uuid(1), uuid(0), uuid(2), "lost")
     assert nvlink_order(GRAPH, []) == ()
+
+
+def test_gpus_are_chosen_together_and_not_one_after_the_other() -> None:
+    """GPU 1 alone would leave 0 and 2 linked; two that are linked are better."""
+    parts = {id: gpu for id, gpu in PARTS.items() if NAMES[id] in ("0a", "1a", "2a")}
+    for sharing in Sharing:
+        choice = choose_parts(GRAPH, parts=parts, available=parts, size=2, sharing=sharing)
+        assert [NAMES[id] for id in choice.chosen] == ["0a", "2a"]
+
+
+def test_parts_equal_an_obvious_count_for_any_question() -> None:
+    """The policy by itself: how many parts of how many GPUs, whatever the graph prefers."""
+    dice = Random(1)
+    for _ in range(300):
+        available = [id for id in PARTS if dice.random() < 0.6]
+        required = dice.sample(available, min(len(available), dice.choice([0, 0, 1, 2])))
+        size = dice.randint(0, 8)
+        questions: dict[str, Any] = {
+            "parts": PARTS,
+            "available": available,
+            "required": required,
+            "size": size,
+        }
+        for sharing in Sharing:
+            chosen = choose_parts(GRAPH, **questions, sharing=sharing).chosen
+            assert len(set(chosen)) == len(chosen) == min(size, len(available))
+            assert set(chosen) <= set(available)
+            assert set(required) <= set(chosen) or len(required) > size
+            if len(required) <= size:
+                (is_spread if sharing is DISTRIBUTED else is_packed)(available, required, chosen)
+
+
+def is_spread(available: list[DeviceId], required: list[DeviceId], chosen: Sequence[str]) -> None:
+    """No part comes from a GPU that is fuller than one that still has parts."""
+    used = Counter(gpu for id, gpu in PARTS.items() if id not in available or id in chosen)
+    added = {PARTS[DeviceId(id)] for id in chosen if id not in required}
+    open_ = [used[PARTS[id]] for id in available if id not in chosen]
+    assert not open_ or not added or max(used[gpu] for gpu in added) <= min(open_) + 1
+
+
+def is_packed(available: list[DeviceId], required: list[DeviceId], chosen: Sequence[str]) -> None:
+    """No fewer GPUs could give as many parts beside those of the required."""
+    begun = {PARTS[id] for id in required}
+    room = Counter(PARTS[id] for id in available if PARTS[id] not in begun)
+    missing = len(chosen) - sum(PARTS[id] in begun for id in available)
+    fewest = next(n for n in range(5) if sum(sorted(room.values())[::-1][:n]) >= missing)
+    assert len({PARTS[DeviceId(id)] for id in chosen} - begun) == fewest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 
@@ -17,7 +17,7 @@ class Sharing(StrEnum):
     DISTRIBUTED = "distributed"
     """From the GPU of which the least is in use."""
     PACKED = "packed"
-    """From one GPU as long as it has some; first from one that has just enough."""
+    """From as few GPUs as can be, and first from one that has just enough."""
 
 
 def choose_parts(
@@ -34,77 +34,99 @@ def choose_parts(
 
     `parts` maps every part of the resource, used or not, to its GPU's id, in the order in which
     the parts of one GPU are taken; ids that it lacks are ignored. Where the policy leaves several
-    GPUs, the graph chooses the one that goes best with those already chosen; the answer's
-    preference is that of all GPUs together.
+    GPUs, the graph chooses those that go best with each other and those already chosen; the
+    answer's preference is that of all GPUs together.
     """
-    must = [id for id in parts if id in set(required)]
-    offered = {id for id in parts if id in set(available)}.union(must)
-    if len(must) >= size:
-        return _with(graph, parts, must[: max(size, 0)], free)
+    offered, must = frozenset(available), frozenset(required)
+    taken = [id for id in parts if id in must][: max(size, 0)]
     rest: dict[DeviceId, list[DeviceId]] = {}
     used: dict[DeviceId, int] = {}
     for id, gpu in parts.items():
-        used[gpu] = used.get(gpu, 0) + (id not in offered or id in must)
+        used.setdefault(gpu, 0)
         if id in offered and id not in must:
             rest.setdefault(gpu, []).append(id)
-    taken = list(must)
+        else:
+            used[gpu] += 1
+    take = spread if sharing is Sharing.DISTRIBUTED else packed
     while len(taken) < size and rest:
         members = tuple(dict.fromkeys(parts[id] for id in taken))
-        candidates = _candidates(rest, used, members, size - len(taken), sharing)
-        gpu = _next_gpu(graph, members, candidates, free)
-        taken.append(rest[gpu].pop(0))
-        used[gpu] += 1
-        if not rest[gpu]:
-            del rest[gpu]
-    return _with(graph, parts, taken, free)
+        missing = size - len(taken)
+        for gpu, count in take(graph, members, rest=rest, used=used, missing=missing, free=free):
+            taken += rest[gpu][:count]
+            used[gpu] += count
+            del rest[gpu][:count]
+            if not rest[gpu]:
+                del rest[gpu]
+    gpus = tuple(dict.fromkeys(parts[id] for id in taken))
+    whole = choose(graph, available=gpus, size=len(gpus), free=free)
+    # The policy comes before the preference, so that there is no proof for several GPUs.
+    return replace(whole, chosen=tuple(taken), exact=len(gpus) <= 1)
 
 
-def _candidates(
+Take = Iterable[tuple[DeviceId, int]]
+
+
+def spread(
+    graph: Graph,
+    members: Sequence[DeviceId],
+    *,
     rest: Mapping[DeviceId, list[DeviceId]],
     used: Mapping[DeviceId, int],
-    members: tuple[DeviceId, ...],
     missing: int,
-    sharing: Sharing,
-) -> list[DeviceId]:
-    """The GPUs that the policy allows the next part to come from."""
-    if sharing is Sharing.DISTRIBUTED:
-        least = min(used[gpu] for gpu in rest)
-        return [gpu for gpu in rest if used[gpu] == least]
+    free: Iterable[str] | None,
+) -> Take:
+    """One part of each of the least used GPUs, of new ones before those already chosen."""
+    least = min(used[gpu] for gpu in rest)
+    tier = [gpu for gpu in rest if used[gpu] == least]
+    fresh = [gpu for gpu in tier if gpu not in members]
+    if fresh:
+        tier = together(graph, members, fresh, min(missing, len(fresh)), free)
+    return [(gpu, 1) for gpu in tier[:missing]]
+
+
+def packed(
+    graph: Graph,
+    members: Sequence[DeviceId],
+    *,
+    rest: Mapping[DeviceId, list[DeviceId]],
+    used: Mapping[DeviceId, int],
+    missing: int,
+    free: Iterable[str] | None,
+) -> Take:
+    """All that is needed of a GPU already chosen, else of the fewest new ones."""
     begun = [gpu for gpu in members if gpu in rest]
     if begun:
-        return begun[:1]
-    enough = [len(ids) for ids in rest.values() if len(ids) >= missing]
-    wanted = min(enough) if enough else max(len(ids) for ids in rest.values())
-    return [gpu for gpu, ids in rest.items() if len(ids) == wanted]
+        return [(begun[0], min(missing, len(rest[begun[0]])))]
+    sizes = sorted((len(ids) for ids in rest.values()), reverse=True)
+    enough = [size for size in sizes if size >= missing]
+    if enough:
+        level, count = enough[-1], 1
+    else:
+        # As many of the fullest as it takes; those that are equally full are chosen together.
+        needed = next((n for n in range(len(sizes)) if sum(sizes[:n]) >= missing), len(sizes))
+        level = sizes[0]
+        count = min(needed, sizes.count(level))
+    tier = [gpu for gpu, ids in rest.items() if len(ids) == level]
+    chosen = together(graph, members, tier, count, free)
+    takes = []
+    for gpu in chosen:
+        takes.append((gpu, min(missing, level)))
+        missing -= takes[-1][1]
+    return takes
 
 
-def _next_gpu(
+def together(
     graph: Graph,
-    members: tuple[DeviceId, ...],
-    candidates: list[DeviceId],
+    members: Sequence[DeviceId],
+    candidates: Sequence[DeviceId],
+    count: int,
     free: Iterable[str] | None,
-) -> DeviceId:
-    """The candidate that goes best with the GPUs chosen already, and is none of them if it can."""
-    fresh = [gpu for gpu in candidates if gpu not in members]
-    if not fresh:
-        return candidates[0]
-    best = choose(
-        graph,
-        available=[*members, *fresh],
-        required=members,
-        size=len(members) + 1,
-        free=free,
-    )
-    return next((gpu for gpu in best.chosen if gpu not in members), fresh[0])
+) -> list[DeviceId]:
+    """The `count` candidates that go best with each other and with the GPUs chosen already.
 
-
-def _with(
-    graph: Graph,
-    parts: Mapping[DeviceId, DeviceId],
-    taken: list[DeviceId],
-    free: Iterable[str] | None,
-) -> Choice:
-    """The choice of these parts, with the preference of their GPUs."""
-    gpus = list(dict.fromkeys(parts[id] for id in taken))
-    whole = choose(graph, available=gpus, size=len(gpus), free=free)
-    return replace(whole, chosen=tuple(taken), exact=len(gpus) <= 1)
+    GPUs that the graph lacks (lost since they were offered) come only when no others are left.
+    """
+    size = sum(gpu in graph.position for gpu in members) + count
+    best = choose(graph, available=[*members, *candidates], required=members, size=size, free=free)
+    chosen = [gpu for gpu in best.chosen if gpu not in members]
+    return chosen + [gpu for gpu in candidates if gpu not in chosen][: count - len(chosen)]
