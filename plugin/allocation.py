@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import posixpath
 import re
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -274,5 +273,7 @@ def _cdi(
 
 
 def _annotation(cdi: tuple[str, ...], handing: Handing) -> dict[str, str]:
+    import uuid  # noqa: PLC0415 - only this strategy pays for it
+
     key = f"{handing.cdi_annotation_prefix}nvidia-device-plugin_{uuid.uuid4()}"
     return {key: ",".join(cdi)}
