@@ -108,7 +108,7 @@ def test_registers_with_a_short_socket_and_the_options_are_answered_meanwhile(
     (options,) = kubelet.options
     assert options.get_preferred_allocation_available
     assert not options.pre_start_required
-    assert plugin.ready
+    assert until(lambda: plugin.ready)
     assert kubelet.plugin().PreStartContainer(api.PreStartContainerRequest()) is not None
 
 
