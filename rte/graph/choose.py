@@ -12,7 +12,7 @@ from itertools import combinations
 from math import comb
 from typing import NamedTuple
 
-from rte.graph.build import Closeness, Graph, Positions
+from rte.graph.build import Closeness, Graph, NicBlock, Positions
 from rte.model import DeviceId, PciAddress
 
 TRIES = 1024
@@ -78,6 +78,10 @@ class Question:
     nics_lead: bool
 
 
+Stage = Callable[["Question", list[Positions]], list[int]]
+"""Works out one field for equally ranked sets, as numbers of which greater is better."""
+
+
 def choose(
     graph: Graph,
     *,
@@ -109,10 +113,7 @@ def choose(
     )
     if not question.size:
         return Choice(chosen=(), exact=True, preference=None, considered=0)
-    if explain:
-        found, exact, considered = best_two(question)
-    else:
-        found, exact, considered = best(question)
+    found, exact, considered = best(question, 2 if explain else 1)
     return answer(question, found, exact=exact, considered=considered)
 
 
@@ -263,30 +264,29 @@ def leftover(
 # The search
 
 
-def best(question: Question) -> tuple[list[Positions], bool, int]:
-    """The best set, whether that is proven, and of how many sets it is the best."""
+def best(question: Question, wanted: int) -> tuple[list[Positions], bool, int]:
+    """The best one or two sets, whether they are proven to be, and the number of sets there are.
+
+    Of a bounded search the number is of those that it looked at.
+    """
     if question.size == question.available.bit_count():
         return [question.available], True, 1
     kinds = Kinds.of(question)
+    exact = True
     if question.graph.ranks is None:
-        found, exact, considered = searched(question, kinds)
-        return found[:1], exact, considered
-    return [greatest(question, kinds, 0)], True, number_of_sets(question)
-
-
-def best_two(question: Question) -> tuple[list[Positions], bool, int]:
-    """The best set and, where there is another, the second best."""
-    if question.size == question.available.bit_count():
-        return [question.available], True, 1
-    kinds = Kinds.of(question)
-    if question.graph.ranks is None:
-        found, exact, considered = searched(question, kinds)
+        found, exact, considered = searched(question)
     else:
-        found, exact, considered = [greatest(question, kinds, 0)], True, number_of_sets(question)
-        found.append(greatest(question, kinds, found[0]))
-    rivals = [m for m in (*found[1:], *kinds.variants(found[0])) if m]
-    second = max(rivals, key=lambda members: compared(question, members), default=0)
-    return [found[0], second] if second else found[:1], exact, considered
+        considered = number_of_sets(question)
+        find = led_by_nics if question.nics_lead else first_run
+        found = find(question, kinds, wanted)
+    if wanted > 1:
+        rivals = [*found[1:], *kinds.variants(found[0])]
+        found[1:] = (
+            [max(rivals, key=lambda members: compared(question, members))]
+            if len(rivals) > 1
+            else rivals
+        )
+    return found[:wanted], exact, considered
 
 
 def number_of_sets(question: Question) -> int:
@@ -398,37 +398,40 @@ def runs(question: Question, kinds: Kinds) -> Iterator[list[Positions]]:
         start = end
 
 
-def greatest(question: Question, kinds: Kinds, excluded: Positions) -> Positions:
-    """The best of the sets that stand for their kind, except one; 0 when there is no other."""
-    if question.nics_lead:
-        return narrowed(question, led_by_nics(question, kinds, excluded))
-    for run in runs(question, kinds):
-        candidates = [members for members in run if members != excluded] if excluded else run
-        if candidates:
-            return narrowed(question, candidates)
-    return 0
-
-
-def led_by_nics(question: Question, kinds: Kinds, excluded: Positions) -> list[Positions]:
-    """The best-ranked among the sets that are alike and have the most members near a NIC."""
-    bound = nics_bound(question)
-    most: tuple[int, int] | None = None
-    alike = False
+def first_run(question: Question, kinds: Kinds, wanted: int) -> list[Positions]:
+    """The best sets that stand for their kind: of the best run, and what is missing of the next."""
     found: list[Positions] = []
     for run in runs(question, kinds):
-        candidates = [members for members in run if members != excluded]
+        found += narrowed(question, run, wanted - len(found))
+        if len(found) >= wanted:
+            break
+    return found
+
+
+def led_by_nics(question: Question, kinds: Kinds, wanted: int) -> list[Positions]:
+    """The same where `nics` comes right after `alike`, before the other fields of the rank."""
+    bound = nics_bound(question)
+    found: list[Positions] = []
+    while len(found) < wanted:
+        most: tuple[int, int] | None = None
+        alike = False
+        candidates: list[Positions] = []
+        for run in runs(question, kinds):
+            others = [members for members in run if members not in found]
+            if not others:
+                continue
+            if most is not None and is_alike(question.graph, others[0]) != alike:
+                break
+            alike = is_alike(question.graph, others[0])
+            near = [near_nics(question, members) for members in others]
+            if most is None or max(near) > most:
+                most = max(near)
+                candidates = [m for m, n in zip(others, near, strict=True) if n == most]
+            if most == bound:
+                break
         if not candidates:
-            continue
-        here = is_alike(question.graph, candidates[0])
-        if most is not None and here != alike:
             break
-        alike = here
-        near = [near_nics(question, members) for members in candidates]
-        if most is None or max(near) > most:
-            most = max(near)
-            found = [m for m, n in zip(candidates, near, strict=True) if n == most]
-        if most == bound:
-            break
+        found += narrowed(question, candidates, 1)
     return found
 
 
@@ -440,47 +443,151 @@ def nics_bound(question: Question) -> tuple[int, int]:
     return min(whole[0], fixed[0] + spare), min(whole[1], fixed[1] + spare)
 
 
-def narrowed(question: Question, candidates: list[Positions]) -> Positions:
-    """The best of equally ranked sets, field by field; 0 of none.
+# Equally ranked sets, told apart by what is free
 
-    Each field is worked out only for the sets that are still equal.
+
+def narrowed(question: Question, candidates: list[Positions], wanted: int) -> list[Positions]:
+    """The best one or two of equally ranked sets, field by field.
+
+    Each field is worked out only for the sets that are still equal, and for all of them at once.
     """
+    if len(candidates) <= 1:
+        return candidates
+    remaining = stages(question)
+    for at, stage in enumerate(remaining):
+        values = stage(question, candidates)
+        most = max(values)
+        top = [m for m, value in zip(candidates, values, strict=True) if value == most]
+        if len(top) == 1:
+            if wanted == 1:
+                return top
+            others = [members for members in candidates if members != top[0]]
+            return top + second(question, others, remaining[at:])
+        candidates = top
+    return in_order(candidates, wanted)
+
+
+def second(
+    question: Question, candidates: list[Positions], remaining: Sequence[Stage]
+) -> list[Positions]:
+    """The best of sets that are equal up to the first of the remaining stages."""
+    for stage in remaining:
+        if len(candidates) == 1:
+            break
+        values = stage(question, candidates)
+        most = max(values)
+        candidates = [m for m, value in zip(candidates, values, strict=True) if value == most]
+    return in_order(candidates, 1)
+
+
+def in_order(candidates: list[Positions], wanted: int) -> list[Positions]:
+    """The sets with the smallest positions: the first position in which sets differ decides."""
+    found: list[Positions] = []
+    while candidates and len(found) < wanted:
+        left = candidates
+        bit = 1
+        while len(left) > 1:
+            left = [members for members in left if members & bit] or left
+            bit <<= 1
+        found += left
+        candidates = [members for members in candidates if members != left[0]]
+    return found
+
+
+def stages(question: Question) -> list[Stage]:
+    """The fields after `sound`, each as numbers that compare like the field."""
     graph = question.graph
-    if len(candidates) > 1 and question.free_nics:
-        candidates = top(candidates, [near_nics(question, m) for m in candidates])
-    if len(candidates) > 1:
-        candidates = top(candidates, nvlink_losses(question, candidates))
-    for groups in (graph.numa_blocks, tuple(switch.gpus for switch in graph.switches)):
-        if len(candidates) > 1 and groups:
-            # Counts in descending order compare like this sum: a higher count outweighs any
-            # number of lower ones.
-            value = [(len(groups) + 1) ** n for n in range(len(graph.gpus) + 1)]
-            rest = question.free
-            candidates = top(
-                candidates,
-                [sum([value[(rest & ~m & g).bit_count()] for g in groups]) for m in candidates],
-            )
-    # Of sets of one size the one with the smallest first difference has the smaller addresses.
-    return min(candidates, key=lambda members: tuple(bits(members)), default=0)
+    found: list[Stage] = []
+    if question.free_nics and not question.nics_lead:
+        found += [switch_nics, numa_nics]
+    if any(graph.adjacent):
+        found.append(nvlink_left)
+    if len(graph.numa_blocks) > 1:
+        found.append(numa_left)
+    if graph.switches:
+        found.append(switches_left)
+    return found
 
 
-def top(candidates: list[Positions], values: Sequence[object]) -> list[Positions]:
-    most = max(values)  # type: ignore[type-var]
-    return [m for m, value in zip(candidates, values, strict=True) if value == most]
+def switch_nics(question: Question, candidates: list[Positions]) -> list[int]:
+    return served(question, candidates, question.graph.switch_nics)
 
 
-def nvlink_losses(question: Question, candidates: list[Positions]) -> list[int]:
+def numa_nics(question: Question, candidates: list[Positions]) -> list[int]:
+    return served(question, candidates, question.graph.numa_nics)
+
+
+def served(
+    question: Question, candidates: list[Positions], blocks: Sequence[NicBlock]
+) -> list[int]:
+    """Members that get a NIC of their own; negative for a single GPU."""
+    sign = -1 if question.size == 1 else 1
+    found = [0] * len(candidates)
+    plenty = 0
+    for gpus, nics in blocks:
+        count, here = (nics & question.free_nics).bit_count(), gpus & question.available
+        if count >= min(here.bit_count(), question.size):
+            plenty |= here
+        elif count:
+            worth = [sign * min(n, count) for n in range(question.size + 1)]
+            found = [
+                v + worth[(m & here).bit_count()] for v, m in zip(found, candidates, strict=True)
+            ]
+    if plenty and plenty != question.available:
+        found = [
+            v + sign * (m & plenty).bit_count() for v, m in zip(found, candidates, strict=True)
+        ]
+    return found
+
+
+def nvlink_left(question: Question, candidates: list[Positions]) -> list[int]:
     """What each set takes of the free GPUs' NVLink bandwidth, negative.
 
     Equally ranked sets have the same total inside, so the links from the members to all that is
     free tell them apart.
     """
     free = tuple(bits(question.free))
-    lost = [0] * len(question.graph.gpus)
+    alike: dict[int, Positions] = {}
     for i in bits(question.available):
         row = question.graph.closeness[i]
-        lost[i] = -sum([row[j].nvlink_megabytes_per_s for j in free if j != i])
-    return [sum([lost[i] for i in bits(members)]) for members in candidates]
+        lost = -sum([row[j].nvlink_megabytes_per_s for j in free if j != i])
+        alike[lost] = alike.get(lost, 0) | 1 << i
+    most = max(alike)
+    found = [0] * len(candidates)
+    for lost, gpus in alike.items():
+        if lost != most:
+            less = lost - most
+            found = [
+                v + less * (m & gpus).bit_count() for v, m in zip(found, candidates, strict=True)
+            ]
+    return found
+
+
+def numa_left(question: Question, candidates: list[Positions]) -> list[int]:
+    return counts_left(question, candidates, question.graph.numa_blocks)
+
+
+def switches_left(question: Question, candidates: list[Positions]) -> list[int]:
+    return counts_left(question, candidates, [switch.gpus for switch in question.graph.switches])
+
+
+def counts_left(
+    question: Question, candidates: list[Positions], groups: Sequence[Positions]
+) -> list[int]:
+    """Numbers that compare like the descending counts of GPUs that each set leaves in the groups.
+
+    With more powers between two counts than there are groups, one higher count outweighs any
+    number of lower ones.
+    """
+    worth = [(len(groups) + 1) ** n for n in range(len(question.graph.gpus) + 1)]
+    found = [0] * len(candidates)
+    for group in groups:
+        rest = question.free & group
+        if rest & question.available:
+            found = [
+                v + worth[(rest & ~m).bit_count()] for v, m in zip(found, candidates, strict=True)
+            ]
+    return found
 
 
 def is_alike(graph: Graph, members: Positions) -> bool:
@@ -490,7 +597,7 @@ def is_alike(graph: Graph, members: Positions) -> bool:
 # Machines with too many kinds of sets to list
 
 
-def searched(question: Question, kinds: Kinds) -> tuple[list[Positions], bool, int]:
+def searched(question: Question) -> tuple[list[Positions], bool, int]:
     """The best two of all sets where they are few, else of those that a bounded search meets.
 
     The search grows a set from each GPU by the closest next one and then exchanges members while
