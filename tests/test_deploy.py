@@ -2,10 +2,8 @@
 
 import os
 import re
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +13,12 @@ from msgspec import structs
 
 from rte.config import load
 from tests.conftest import GoProgram, StartKubelet
+from tests.deployed import DEPLOY, ROOT, apply_strictly, config_text, deploy, of_kind
+from tests.deployed import render as rendered_objects
 from tests.real_apiserver import APPLY, ApiServer, Json
 from tests.real_kubelet import numa_nodes, pod
 from tests.simple_plugin import SimplePlugin
 
-ROOT = Path(__file__).parents[1]
-DEPLOY = ROOT / "deploy"
 COMPONENTS = sorted(path.name for path in (DEPLOY / "components").iterdir())
 FOLDERS = ["base", *sorted(f"overlays/{path.name}" for path in (DEPLOY / "overlays").iterdir())]
 
@@ -31,40 +29,15 @@ Render = Callable[[Path], list[Json]]
 
 @pytest.fixture(scope="module")
 def render(go_program: GoProgram) -> Render:
-    """The objects of a folder in the order in which kubectl sends them."""
-
-    @cache
-    def text(folder: Path) -> str:
-        command = [go_program("kustomize"), str(folder)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert not done.returncode, done.stderr
-        return done.stdout
-
-    return lambda folder: list(yaml.safe_load_all(text(folder)))
-
-
-def of_kind(objects: Iterable[Json], kind: str) -> list[Json]:
-    return [each for each in objects if each["kind"] == kind]
+    program = go_program("kustomize")
+    return lambda folder: rendered_objects(program, folder)
 
 
 def config_of(objects: list[Json], daemon_set: Json, folder: Path) -> Path:
-    """The configuration file that a DaemonSet's pods find, written into a folder."""
-    volumes = daemon_set["spec"]["template"]["spec"]["volumes"]
-    (name,) = (v["configMap"]["name"] for v in volumes if "configMap" in v)
-    (data,) = (c["data"] for c in of_kind(objects, "ConfigMap") if c["metadata"]["name"] == name)
+    """The configuration file of a DaemonSet's pods, written into a folder."""
     file = folder / "rte.yaml"
-    file.write_text(data["rte.yaml"])
+    file.write_text(config_text(objects, daemon_set))
     return file
-
-
-def strictly(apiserver: ApiServer, manifest: Json) -> Json:
-    """Apply it; a field that the API does not know is an error."""
-    path = apiserver.path(manifest)
-    query = "?fieldManager=deploy&force=true&fieldValidation=Strict"
-    applied = apiserver.ask("PATCH", path + query, manifest, content_type=APPLY)
-    if manifest["kind"] == "CustomResourceDefinition":
-        apiserver.wait_established(path)
-    return applied
 
 
 # What is applied
@@ -76,10 +49,12 @@ def test_it_is_taken_in_the_order_of_kubectl_and_a_second_time_changes_nothing(
 ) -> None:
     objects = render(DEPLOY / folder)
     for each in objects:
-        strictly(apiserver, each)
+        apply_strictly(apiserver, each)
     for each in objects:
         before = apiserver.get(apiserver.path(each))["metadata"]["resourceVersion"]
-        assert strictly(apiserver, each)["metadata"]["resourceVersion"] == before, each["kind"]
+        assert apply_strictly(apiserver, each)["metadata"]["resourceVersion"] == before, each[
+            "kind"
+        ]
 
 
 def test_a_field_that_the_api_does_not_know_would_be_refused(
@@ -88,7 +63,7 @@ def test_a_field_that_the_api_does_not_know_would_be_refused(
     objects = render(DEPLOY / "base")
     for each in objects:
         if each["kind"] == "Namespace":
-            strictly(apiserver, each)
+            apply_strictly(apiserver, each)
     (daemon_set,) = of_kind(objects, "DaemonSet")
     daemon_set["spec"]["template"]["spec"]["runtimeClass"] = "nvidia"
     path = f"{apiserver.path(daemon_set)}?fieldManager=deploy&force=true&fieldValidation=Strict"
@@ -110,7 +85,7 @@ def test_all_components_go_together(apiserver: ApiServer, render: Render, tmp_pa
     daemon_sets = of_kind(objects, "DaemonSet")
     assert [each["metadata"]["name"] for each in daemon_sets] == ["rte", "rte-plugin"]
     for each in daemon_sets:
-        strictly(apiserver, each)
+        apply_strictly(apiserver, each)
         template = each["spec"]["template"]["spec"]
         (container,) = template["containers"]
         environment = {v["name"]: v.get("value") for v in container["env"]}
@@ -267,6 +242,11 @@ def test_the_configuration_is_one_that_the_program_takes(render: Render, tmp_pat
         assert config.host.sysfs in sysfs, "never the container's own /sys"
         mounted = each.folder == "overlays/mounted-driver"
         assert config.driver == ("mounted" if mounted else "injected")
+        if mounted:
+            paths = {
+                m["mountPath"]: v["hostPath"]["path"] for m, v in each.mounts() if "hostPath" in v
+            }
+            assert paths[config.nvml.container_driver_root] == config.nvml.driver_root
         assert each.container["args"][1:] == ["--config", "/etc/rte/rte.yaml"]
 
 
@@ -354,34 +334,16 @@ class Agent(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def agent(apiserver: ApiServer, render: Render) -> Agent:
-    objects = render(DEPLOY / "base")
-    for each in objects:
-        strictly(apiserver, each)
-    runtime_class = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "handler": "nvidia"}
-    strictly(apiserver, {**runtime_class, "metadata": {"name": "nvidia"}})
+def agent(apiserver: ApiServer, go_program: GoProgram) -> Agent:
+    cluster = deploy(apiserver, go_program("kustomize"))
     for name in ("deploy-here", "deploy-there"):
         apiserver.create_node(name)
-    placed = pod_of(of_kind(objects, "DaemonSet")[0], "rte-here", node="deploy-here")
-    waiting = pod_of(of_kind(objects, "DaemonSet")[0], "rte-nowhere", node=None)
-    tokens = [
-        apiserver.create_token("rte", "rte", pod=strict_create(apiserver, each))
-        for each in (placed, waiting)
-    ]
-    return Agent("deploy-here", "deploy-there", *tokens)
-
-
-def pod_of(daemon_set: Json, name: str, *, node: str | None) -> Json:
-    """The pod that the DaemonSet's controller would make, already bound to a node."""
-    template = daemon_set["spec"]["template"]
-    metadata = {**template["metadata"], "name": name, "namespace": "rte"}
-    spec = {**template["spec"], **({"nodeName": node} if node else {})}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-
-
-def strict_create(apiserver: ApiServer, manifest: Json) -> Json:
-    collection = apiserver.path(manifest).rsplit("/", 1)[0]
-    return apiserver.ask("POST", f"{collection}?fieldValidation=Strict", manifest)
+    return Agent(
+        node="deploy-here",
+        other_node="deploy-there",
+        token=cluster.token("rte-here", node="deploy-here"),
+        token_without_node=cluster.token("rte-nowhere", node=None),
+    )
 
 
 Rule = tuple[str, str, str]  # API group, resource, verb

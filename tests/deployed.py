@@ -1,0 +1,80 @@
+"""deploy/ as a cluster gets it: rendered with kubectl's library, applied strictly."""
+
+import subprocess
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from tests.real_apiserver import APPLY, ApiServer, Json
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+
+
+@cache
+def rendered(program: Path, folder: Path) -> str:
+    done = subprocess.run([program, folder], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+def render(program: Path, folder: Path) -> list[Json]:
+    """The objects of a folder in the order in which kubectl sends them."""
+    return list(yaml.safe_load_all(rendered(program, folder)))
+
+
+def of_kind(objects: Iterable[Json], kind: str) -> list[Json]:
+    return [each for each in objects if each["kind"] == kind]
+
+
+def config_text(objects: list[Json], daemon_set: Json) -> str:
+    """The configuration file that a DaemonSet's pods find."""
+    volumes = daemon_set["spec"]["template"]["spec"]["volumes"]
+    (name,) = (v["configMap"]["name"] for v in volumes if "configMap" in v)
+    (data,) = (c["data"] for c in of_kind(objects, "ConfigMap") if c["metadata"]["name"] == name)
+    text: str = data["rte.yaml"]
+    return text
+
+
+def apply_strictly(apiserver: ApiServer, manifest: Json) -> Json:
+    """Apply it; a field that the API does not know is an error."""
+    path = apiserver.path(manifest)
+    query = "?fieldManager=deploy&force=true&fieldValidation=Strict"
+    applied = apiserver.ask("PATCH", path + query, manifest, content_type=APPLY)
+    if manifest["kind"] == "CustomResourceDefinition":
+        apiserver.wait_established(path)
+    return applied
+
+
+class Cluster(NamedTuple):
+    """An API server in which the base is applied."""
+
+    apiserver: ApiServer
+    objects: list[Json]
+
+    @property
+    def daemon_set(self) -> Json:
+        return of_kind(self.objects, "DaemonSet")[0]
+
+    def token(self, pod: str, *, node: str | None) -> str:
+        """The token that a new pod of the DaemonSet would find; the pod is bound to the node."""
+        template = self.daemon_set["spec"]["template"]
+        spec = {**template["spec"], **({"nodeName": node} if node else {})}
+        metadata = {**template["metadata"], "name": pod, "namespace": "rte"}
+        manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+        collection = self.apiserver.path(manifest).rsplit("/", 1)[0]
+        made = self.apiserver.create(f"{collection}?fieldValidation=Strict", manifest)
+        return self.apiserver.create_token("rte", "rte", pod=made)
+
+
+def deploy(apiserver: ApiServer, program: Path) -> Cluster:
+    """Apply the base, and what else its pods need of a cluster."""
+    objects = render(program, DEPLOY / "base")
+    for each in objects:
+        apply_strictly(apiserver, each)
+    runtime_class = {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "handler": "nvidia"}
+    apply_strictly(apiserver, {**runtime_class, "metadata": {"name": "nvidia"}})
+    return Cluster(apiserver, objects)
