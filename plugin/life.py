@@ -18,11 +18,18 @@ from plugin.allocation import Handing, Owner, owners, read_nodes
 from plugin.decisions import Decisions
 from plugin.devices import Advertised, Advertising, Device, Known, devices, remember
 from plugin.held import Held, nic_use
-from plugin.registration import Registration, Signature
+from plugin.registration import KUBELET_SOCKET, Registration, Signature
 from plugin.service import Resource, Tables
 from rte.graph.build import Graph, build
 from rte.graph.parts import Sharing
-from rte.kubelet.usage import KubeletError, channel, claimed, read_allocatable, read_usage
+from rte.kubelet.usage import (
+    KubeletError,
+    channel,
+    claimed,
+    read_allocatable,
+    read_usage,
+    target,
+)
 from rte.kubelet.watch import FileWatch, watch
 from rte.model import DeviceId, FaultClass, Faults, Machine, PciAddress, Usage
 
@@ -115,11 +122,12 @@ class DevicePlugin:
             listed = cdi.read_listed(options.cdi_directories)
             own = cdi.wants_own(options.handing, nodes_only=options.cdi_nodes_only, listed=listed)
             cdi.check_start(options.handing, listed, options.cdi_directories, own=own)
+        target(options.plugin_dir / KUBELET_SOCKET)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         with self._lock:
             self._started = True
             for registration in self.registrations.values():
-                registration.start()
+                self._register(registration)
         self._thread.start()
 
     def stop(self) -> None:
@@ -207,7 +215,13 @@ class DevicePlugin:
         }
         if self._started:
             for name in fresh:
-                self.registrations[name].start()
+                self._register(self.registrations[name])
+
+    def _register(self, registration: Registration) -> None:
+        try:
+            registration.start()
+        except KubeletError as error:
+            self._say_once(f"{registration.resource.name} cannot be registered: {error}")
 
     def _replace(self, resource: Resource, tables: Tables) -> None:
         before = resource.tables.devices

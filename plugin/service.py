@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import grpc
 
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 HEALTHY, UNHEALTHY = "Healthy", "Unhealthy"
 OPTIONS = api.DevicePluginOptions(pre_start_required=False, get_preferred_allocation_available=True)
+# The kubelet allocates at once what it has asked about; an Allocate after this is another pod's.
+FOLLOWS_S = 5.0
 # Upper bounds in seconds of what is counted of the time a preference takes.
 TOOK_BUCKETS_S = (0.0005, 0.001, 0.003, 0.005, 0.01, 0.05, 1.0)
 
@@ -69,6 +72,13 @@ class Counters:
     streams: int = 0  # ListAndWatch calls that are open now
 
 
+class Preferred(NamedTuple):
+    """What was answered to the kubelet last."""
+
+    ids: frozenset[str]
+    at: float  # of time.perf_counter
+
+
 class Resource:
     """One resource name: the current tables, who waits for new ones, and what was answered."""
 
@@ -91,7 +101,7 @@ class Resource:
         self._decisions = decisions
         self._on_allocate = on_allocate
         self._on_decision = on_decision
-        self._preferred: frozenset[str] | None = None  # the last answer, until it is allocated
+        self._preferred: Preferred | None = None  # the last answer, until it is allocated
 
     def update(self, tables: Tables) -> bool:
         """Take new tables; whether the kubelet's list differs, and so is sent to each stream."""
@@ -117,7 +127,7 @@ class Resource:
             return ()
         self._count(decision.took_s)
         self._decisions.add(decision)
-        self._preferred = frozenset(decision.answer)
+        self._preferred = Preferred(frozenset(decision.answer), began)
         self._on_decision()
         return decision.answer
 
@@ -142,8 +152,10 @@ class Resource:
             cdi_extra=tables.cdi_extra,
         )
         preferred, self._preferred = self._preferred, None
-        if preferred != frozenset(ids):
-            self._decisions.add(self._taken(tables, ids, preferred))
+        if preferred is not None and time.perf_counter() - preferred.at > FOLLOWS_S:
+            preferred = None
+        if preferred is None or preferred.ids != frozenset(ids):
+            self._decisions.add(self._taken(tables, ids, asked=preferred is not None))
             self._on_decision()
         self._held.allocated(device.id for device in chosen)
         self.counters.allocations += 1
@@ -204,9 +216,7 @@ class Resource:
             own_nics=nics.own,
         )
 
-    def _taken(
-        self, tables: Tables, ids: Sequence[str], preferred: frozenset[str] | None
-    ) -> Decision:
+    def _taken(self, tables: Tables, ids: Sequence[str], *, asked: bool) -> Decision:
         """An Allocate that no preference of ours explains, ranked for comparison."""
         began = time.perf_counter()
         taken = _known(ids, tables)
@@ -221,9 +231,9 @@ class Resource:
             size=len(taken),
             answer=taken,
             preference=choice.preference,
-            why="not asked: all that was aligned, or used again"
-            if preferred is None
-            else "the kubelet took others than preferred",
+            why="the kubelet took others than preferred"
+            if asked
+            else "not asked: all that was aligned, or used again",
             took_s=time.perf_counter() - began,
         )
 
