@@ -31,7 +31,7 @@ from rte.kubelet.usage import (
     target,
 )
 from rte.kubelet.watch import FileWatch, watch
-from rte.model import DeviceId, FaultClass, Faults, Machine, PciAddress, Usage
+from rte.model import DeviceId, Faults, Machine, PciAddress, Usage
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,6 @@ class DevicePlugin:
         self._machine: Machine | None = None
         self._faults: Faults = {}
         self._graph: Graph | None = None
-        self._suspects: frozenset[PciAddress] = frozenset()
         self._known: Mapping[PciAddress, Known] = {}
         self._withheld: Mapping[str, str] = {}
         self._said: set[str] = set()
@@ -146,19 +145,12 @@ class DevicePlugin:
 
     def update(self, machine: Machine, faults: Faults, *, graph: Graph | None = None) -> None:
         """Take a changed machine or changed faults; `graph` spares building the machine's again."""
-        suspects = frozenset(
-            address
-            for address, found in faults.items()
-            if any(f.severity is FaultClass.DEGRADED and "nvlink" in f.reason for f in found)
-        )
         with self._lock:
             if graph is not None:
                 self._graph = graph
-            elif self._graph is None or machine != self._machine or suspects != self._suspects:
-                self._graph = build(
-                    machine, suspects=suspects, compute_nics=self.options.compute_nics
-                )
-            self._machine, self._faults, self._suspects = machine, faults, suspects
+            elif self._graph is None or machine != self._machine:
+                self._graph = build(machine, compute_nics=self.options.compute_nics)
+            self._machine, self._faults = machine, faults
             self._publish()
         self._ask_usage()
 
