@@ -64,7 +64,7 @@ class NvmlWorker:
     def __init__(
         self,
         *,
-        on_event: Callable[[NvmlEvent], None],
+        on_event: Callable[[NvmlEvent], None] = lambda event: None,
         library_folders: Sequence[Path] = (),
         env: Mapping[str, str] | None = None,
         answer_s: float = 60.0,  # a cold nvmlInit takes seconds a GPU without persistence mode
@@ -95,7 +95,7 @@ class NvmlWorker:
         with self.asking:
             self.refuse_when_early()
             child = self.child = self.child or self.start()
-            if self.clock() < self.released_until:  # released since the first look
+            if self.released:  # released since the first look
                 raise self.failed(child, RELEASED)
             limit_s = self.answer_s if timeout_s is None else timeout_s
             try:
@@ -129,6 +129,10 @@ class NvmlWorker:
         if child:
             child.end()
 
+    @property
+    def released(self) -> bool:
+        return self.clock() < self.released_until
+
     def resume(self) -> None:
         """Ends a release now."""
         self.released_until = 0.0
@@ -147,11 +151,12 @@ class NvmlWorker:
         return int(pages) * os.sysconf("SC_PAGE_SIZE") or None
 
     def refuse_when_early(self) -> None:
-        if self.clock() < self.released_until:
+        if self.released:
             self.problem = RELEASED
             raise NvmlUnavailable(RELEASED)
         if self.child and self.child.ending:
             if self.child.alive():  # stuck in the kernel
+                self.not_before = self.clock() + self.retry_s[1]
                 raise NvmlUnavailable(self.problem or "the last NVML worker does not end")
             self.child = None
         if self.child and not self.child.alive():
@@ -163,7 +168,7 @@ class NvmlWorker:
         """Ends a worker that did not answer well, and puts off the next."""
         child.end()
         self.child = None if child.process.poll() is not None else child
-        if self.clock() < self.released_until:
+        if self.released:
             problem = RELEASED
         elif self.child:
             # Uninterruptible, inside the driver. Another worker would only get stuck as well.

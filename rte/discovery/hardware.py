@@ -1,0 +1,277 @@
+"""The hardware of this node as last looked at, for both roles of one process.
+
+A thread looks at sysfs and NVML: at the start, after kernel events and NVML events, and at every
+interval. Whoever subscribed hears of each snapshot whose machine or faults differ from the last.
+
+When there is a first snapshot:
+
+* with the first good reading of NVML; or
+* as soon as sysfs shows that no NVIDIA driver has a GPU to say anything about: there is no NVIDIA
+  GPU, or none that the driver is bound to. (NVML is asked once all the same, as some virtual
+  machines hide the PCI functions, and again when the PCI tree has changed.)
+
+Where the driver is bound to GPUs and NVML gives nothing there is no snapshot, only `problems`:
+what would be published or registered would be wrong. Later the last good reading stays in force,
+without the GPUs whose PCI functions went away meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from rte.discovery import Overrides, assemble, parse_address
+from rte.discovery.faults import FaultMemory, FaultRules, faults, with_event, with_reading
+from rte.discovery.nvml_worker import NvmlUnavailable, NvmlWorker
+from rte.discovery.reading import NvmlEvent, NvmlReading
+from rte.discovery.sysfs import Host, SysfsError, read_host
+from rte.discovery.udev import UdevError, UdevWatch, watch_udev
+from rte.model import Faults, Gpu, Machine, PciAddress
+
+log = logging.getLogger(__name__)
+
+Drivers = Mapping[PciAddress, str | None]
+"""The kernel driver that each NVIDIA GPU function is bound to."""
+
+# A storm of events is a look now and then, not a look each: one takes some 50 ms.
+REST_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """One look at the hardware."""
+
+    machine: Machine
+    faults: Faults
+    taken_monotonic: float  # seconds, by the clock given
+    nvml_age_s: float | None = None  # of the NVML reading in it, at that time; None without one
+    problems: tuple[str, ...] = ()  # what could not be read or understood, in words
+
+
+class Hardware:
+    """Looks, remembers, tells. `start` and `stop` are called once; the rest by any thread."""
+
+    def __init__(
+        self,
+        *,
+        sys: Path,
+        worker: NvmlWorker,
+        proc: Path | None = None,
+        overrides: Overrides | None = None,
+        rules: FaultRules | None = None,
+        interval_s: float = 30.0,
+        watch: Callable[[Callable[[], None]], UdevWatch] = watch_udev,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.sys = sys
+        self.proc = proc
+        self.worker = worker
+        self.overrides = overrides
+        self.rules = rules or FaultRules()
+        self.interval_s = interval_s
+        self.watch = watch
+        self.clock = clock
+        self.latest: Snapshot | None = None
+        self.problems: tuple[str, ...] = ()  # also before there is a snapshot
+        self.looks = 0
+        self.subscribers: list[Callable[[Snapshot], None]] = []
+        self.telling = threading.RLock()  # held while a snapshot is made and told
+        self.memory = FaultMemory()
+        self.read: Read | None = None
+        self.identities: Mapping[PciAddress, Gpu] = {}  # as each GPU last answered
+        self.unasked: Drivers | None = None
+        self.waking = threading.Event()
+        self.ending = threading.Event()
+        self.thread = threading.Thread(target=self.run, name="hardware", daemon=True)
+
+    def start(self) -> None:
+        """Begins to look, and to hear the worker's events."""
+        self.worker.on_event = self.told
+        self.thread.start()
+
+    def stop(self) -> None:
+        """Ends the looking, and the worker, so that it need not wait for a reading."""
+        self.ending.set()
+        self.waking.set()
+        self.worker.stop()
+        if self.thread.ident is not None:
+            self.thread.join()
+
+    def wake(self) -> None:
+        """Asks for a look, soon."""
+        self.waking.set()
+
+    def subscribe(self, callback: Callable[[Snapshot], None]) -> None:
+        """Calls back with the latest snapshot, if there is one, and each that differs from it.
+
+        Calls are one at a time and in order, from several threads; they should not take long.
+        """
+        with self.telling:
+            self.subscribers.append(callback)
+            if self.latest:
+                callback(self.latest)
+
+    def told(self, event: NvmlEvent) -> None:
+        """An event of NVML: a fault in it counts at once, also while a reading hangs."""
+        with self.telling:
+            memory = with_event(self.memory, event, self.rules)
+            if memory != self.memory:
+                self.memory = memory
+                if self.latest:
+                    self.tell(self.latest.machine)
+        self.waking.set()
+
+    def run(self) -> None:
+        watch = self.listen()
+        while not self.ending.is_set():
+            self.waking.clear()  # before the look: what happens during it is worth another
+            try:
+                self.look()
+            except Exception:
+                # The thread must not end: without it no GPU would ever be seen again.
+                log.exception("looking at the hardware failed; it is tried again")
+            self.ending.wait(REST_S)
+            self.waking.wait(timeout=max(0.0, self.wait_s() - REST_S))
+        if watch:
+            watch.close()
+
+    def listen(self) -> UdevWatch | None:
+        try:
+            return self.watch(self.wake)
+        except UdevError as error:
+            log.warning("%s; looking every %g s instead", error, self.interval_s)
+            return None
+
+    def wait_s(self) -> float:
+        """Seconds until the next look if nothing wakes it."""
+        retry_s = self.worker.retry_in_s() if self.unasked is None else None
+        return self.interval_s if retry_s is None else max(0.0, min(retry_s, self.interval_s))
+
+    def look(self) -> None:
+        """Looks once, and tells what differs."""
+        self.looks += 1
+        try:
+            host = read_host(self.sys, proc=self.proc)
+        except SysfsError as error:
+            self.say((str(error),))
+            return
+        reading = self.ask(host)
+        trouble = self.worker.problem if self.unasked is None else None
+        notes = self.worker.notes if reading else ()
+        self.say((*host.problems, *([trouble] if trouble else []), *notes))
+        if reading is None and self.unasked is None:
+            return
+        machine = assemble(host, reading, overrides=self.overrides)
+        with self.telling:
+            if reading and self.read and self.read.fresh:
+                self.memory = with_reading(
+                    self.memory, machine, reading, self.rules, now_s=self.clock()
+                )
+            machine = self.with_identities(machine)
+            self.tell(machine)
+
+    def ask(self, host: Host) -> NvmlReading | None:
+        """NVML's reading: a new one, else the last without what is gone, else None.
+
+        Sets `unasked` where no driver has a GPU, so that there is nothing to wait for.
+        """
+        drivers = {device.address: device.driver for device in host.pci if device.is_gpu}
+        if drivers == self.unasked and "nvidia" not in drivers.values():
+            return None
+        try:
+            reading = self.worker.reading()
+        except NvmlUnavailable:
+            if self.read is None:
+                self.unasked = None if "nvidia" in drivers.values() else drivers
+                return None
+            self.unasked = None
+            self.read = replace(self.read, fresh=False)
+            return still_there(self.read, drivers, released=self.worker.released)
+        self.unasked = None
+        self.read = Read(reading=reading, drivers=drivers, fresh=True)
+        return reading
+
+    def with_identities(self, machine: Machine) -> Machine:
+        """The machine with what lost GPUs were: the kubelet knows them by it."""
+        answering = {gpu.pci: gpu for gpu in machine.gpus if not gpu.lost and gpu.uuid}
+        self.identities = {**self.identities, **answering}
+        return replace(
+            machine,
+            gpus=tuple(
+                remembered(gpu, self.identities[gpu.pci])
+                if gpu.lost and gpu.pci in self.identities
+                else gpu
+                for gpu in machine.gpus
+            ),
+        )
+
+    def tell(self, machine: Machine) -> None:
+        """Makes the snapshot of now, and calls back when it differs. `telling` is held."""
+        last = self.latest
+        reading = self.read.reading if self.read else None
+        self.latest = Snapshot(
+            machine=machine,
+            faults=faults(self.memory, machine, reading),
+            taken_monotonic=self.clock(),
+            nvml_age_s=self.worker.age_s if reading else None,
+            problems=self.problems,
+        )
+        if last and (last.machine, last.faults) == (self.latest.machine, self.latest.faults):
+            return
+        for callback in self.subscribers:
+            callback(self.latest)
+
+    def say(self, problems: tuple[str, ...]) -> None:
+        """Logs each problem when it begins and when it ends."""
+        for problem in problems:
+            if problem not in self.problems:
+                log.warning("%s", problem)
+        for problem in self.problems:
+            if problem not in problems:
+                log.info("no longer: %s", problem)
+        self.problems = problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """The last good reading, and which drivers had the GPUs then."""
+
+    reading: NvmlReading
+    drivers: Drivers
+    fresh: bool  # made by the last look
+
+
+def still_there(read: Read, drivers: Drivers, *, released: bool) -> NvmlReading:
+    """An old reading without the GPUs that left the PCI tree since, or that NVIDIA's driver left.
+
+    Who had NVML released does so to unload the driver, and the list is to stay meanwhile.
+    """
+    gone = {address for address in read.drivers if address not in drivers}
+    unbound = {
+        address
+        for address, driver in read.drivers.items()
+        if driver == "nvidia" and drivers.get(address) != "nvidia"
+    }
+    without = gone if released else gone | unbound
+    return msgspec.structs.replace(
+        read.reading,
+        gpus=tuple(gpu for gpu in read.reading.gpus if parse_address(gpu.bus_id) not in without),
+    )
+
+
+def remembered(lost: Gpu, was: Gpu) -> Gpu:
+    """A lost GPU with the name and size it had. Its links and slices are gone with it."""
+    return replace(
+        lost,
+        uuid=was.uuid,
+        product=was.product,
+        memory_bytes=was.memory_bytes,
+        minor=was.minor,
+        module=was.module,
+    )
