@@ -1,6 +1,7 @@
 """What the kubelet is told of a machine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -264,3 +265,42 @@ def test_a_gpu_that_moved_to_another_slot_is_there_once() -> None:
     known = remember(remember({}, before, None), moved, None)
     found = devices(moved, {}, options=Advertising(), known=known)
     assert sorted(ids(found.resources[GPUS])) == [uuid(0), uuid(1)]
+
+
+CHANGES: list[Callable[[Machine, int], Machine]] = [
+    lambda machine, number: machine,
+    lambda machine, number: with_gpu(
+        machine, number, mig_enabled=True, slices=slices(number, "1g.10gb")
+    ),
+    lambda machine, number: with_gpu(machine, number, mig_enabled=True),
+    lambda machine, number: with_gpu(machine, number, uuid=None, lost="GPU is lost"),
+    lambda machine, number: with_gpu(machine, number, uuid=None),
+]
+
+
+@pytest.mark.parametrize("strategy", MigStrategy)
+def test_whatever_happens_ids_are_unique_and_no_gpu_is_whole_and_cut(
+    strategy: MigStrategy,
+) -> None:
+    dice = Random(strategy)
+    known: Mapping[PciAddress, Known] = {}
+    options = Advertising(mig=strategy)
+    for _ in range(300):
+        now = machine((0, 0, 1, None))
+        for number in range(4):
+            now = dice.choice(CHANGES)(now, number)
+        if dice.random() < 0.3:
+            now = without_gpu(now, dice.randrange(4))
+        held = dice.choice([None, frozenset(), frozenset({uuid(dice.randrange(4))})])
+        known = remember(known, now, held)
+        found = devices(now, {}, options=options, known=known)
+        everything = [d for listed in found.resources.values() for d in listed]
+        assert len({d.id for d in everything}) == len(everything)
+        whole = {d.gpu for d in everything if d.id.startswith("GPU-")}
+        cut = {d.gpu for d in everything if d.id.startswith("MIG-")}
+        assert not whole & cut
+        answering = {g.uuid for g in now.gpus if g.uuid and not g.mig_enabled}
+        assert answering <= {d.id for d in everything}
+        # What a pod holds and the plugin has seen since its start never leaves the list.
+        seen = {g.gpu.uuid for g in known.values() if not g.gpu.mig_enabled}
+        assert (held or frozenset()) & seen <= {d.id for d in everything}

@@ -4,6 +4,8 @@ import dataclasses
 import logging
 import random
 import socket as sockets
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -678,3 +680,34 @@ def test_tables_are_replaced_whole_while_calls_go_on(
     changing.join()
     assert answers <= {gpus(0, 1), gpus(0, 2)}
     assert plugin.resources[GPUS].counters.preference_faults == 0
+
+
+def test_a_preference_opens_nothing_and_writes_nothing(tmp_path: Path) -> None:
+    """Audit hooks cannot be taken back, so that this is a process of its own."""
+    script = """
+import sys
+from plugin.api import deviceplugin_pb2 as api
+from plugin.life import DevicePlugin, Options
+from tests.test_plugin import PAIRS, gpus
+plugin = DevicePlugin(Options())
+plugin.update(PAIRS, {})
+resource = plugin.resources["nvidia.com/gpu"]
+wanted = api.ContainerPreferredAllocationRequest(
+    available_deviceIDs=gpus(0, 1, 2), allocation_size=2
+)
+seen = []
+sys.addaudithook(lambda event, _: seen.append(event))
+print("audited") if open("/dev/null") and "open" in seen else None
+seen.clear()
+answer = resource.prefer(wanted)
+events = [event for event in seen if not event.startswith(("object.", "gc."))]
+print(events, answer == gpus(0, 2))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "audited\n[] True\n", done.stderr
