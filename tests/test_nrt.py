@@ -58,6 +58,7 @@ from rte.publish.patch import changes, freed_something, same, with_echo
 from rte.publish.placement import METADATA, VECTOR
 from rte.sources.recorded import read_recorded
 from tests.real_apiserver import ApiServer
+from tests.structural import check, schema
 
 ROOT = Path(__file__).parent
 CRD = ROOT.parent / "crds" / "noderesourcetopology" / "crd.yaml"
@@ -795,36 +796,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-def schema() -> Mapping[str, Any]:
-    (version,) = [
-        version
-        for version in yaml.safe_load(CRD.read_text())["spec"]["versions"]
-        if version["name"] == "v1alpha2"
-    ]
-    found: Mapping[str, Any] = version["schema"]["openAPIV3Schema"]
-    return found
-
-
-SCHEMA = schema()
-JSON_TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
-
-
-def check(value: Any, schema: Mapping[str, Any], at: str = "") -> None:
-    """What a structural schema asks: types, required fields, and nothing that it does not know."""
-    if schema.get("x-kubernetes-int-or-string"):
-        assert isinstance(value, str), f"{at}: canonical quantities are strings"
-        thousandths(value)
-        return
-    assert type(value) is JSON_TYPES[schema["type"]], f"{at}: {value!r}"
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            check(item, schema["items"], f"{at}[{index}]")
-    if isinstance(value, dict) and "properties" in schema:
-        assert set(schema.get("required", ())) <= set(value), at
-        assert set(value) <= set(schema["properties"]), at
-        for name, item in value.items():
-            if at or name != "metadata":
-                check(item, schema["properties"][name], f"{at}.{name}")
+SCHEMA = schema(CRD, "v1alpha2")
 
 
 @settings(max_examples=150, deadline=None)

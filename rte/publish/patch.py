@@ -21,11 +21,19 @@ def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 def content(body: Mapping[str, Any]) -> tuple[Any, ...]:
-    metadata = body.get("metadata", {})
     return (
         [item for item in body.get("attributes", ()) if item["name"] != ECHO],
         body.get("zones", []),
-        body.get("topologyPolicies", []),
+        *rest(body),
+    )
+
+
+def rest(body: Mapping[str, Any]) -> tuple[Any, ...]:
+    """All but attributes and zones, and of the metadata what we say."""
+    metadata = body.get("metadata", {})
+    parts = {"apiVersion", "kind", "metadata", "attributes", "zones"}
+    return (
+        {key: value for key, value in body.items() if key not in parts},
         metadata.get("name"),
         metadata.get("labels", {}).get("app.kubernetes.io/managed-by"),
         [owner.get("uid") for owner in metadata.get("ownerReferences", ())],
@@ -68,7 +76,7 @@ def shape(body: Mapping[str, Any]) -> tuple[Any, ...]:
         }
         for zone in body.get("zones", ())
     ]
-    return (names, zones, *content(body)[2:])
+    return (names, zones, *rest(body))
 
 
 def figures(body: Mapping[str, Any]) -> dict[str, str]:
