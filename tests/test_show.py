@@ -7,20 +7,26 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import yaml
 
 from rte.__main__ import main
+from rte.commands.show import json_text
 from rte.graph.build import build
 from rte.graph.choose import choose
 from rte.graph.groups import groups
 from rte.model import NumaSource
+from rte.sources.recorded import unpack
+from rte.view.document import document
 from rte.view.reason import reason
-from rte.view.text import text
+from rte.view.smi import smi
+from rte.view.text import WIDTH, text
 from rte.view.words import columns, ranges, size
-from tests.graphs import meshed
+from tests.fake_nvml import fake_nvml
+from tests.graphs import meshed, random_machine
 from tests.machines.description import FOLDER
 
 PAIRS = str(FOLDER / "pcie-a100-pairs")
@@ -99,7 +105,7 @@ def test_a_source_that_is_none_says_so(
 def test_this_node_without_a_driver_is_what_the_kernel_knows(tmp_path: Path) -> None:
     """The worker finds an empty library: whatever the node of the test has, NVML is not there."""
     (tmp_path / "libnvidia-ml.so.1").write_bytes(b"")
-    command = [sys.executable, "-m", "rte", "show", "-o", "json", "--nvml-timeout", "20"]
+    command = [sys.executable, "-m", "rte", "show", "-o", "json"]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -249,3 +255,53 @@ def test_size(count: int, words: str) -> None:
 
 def test_columns_leave_out_what_is_empty() -> None:
     assert columns([["a", "", "b"], ["long", "", ""]]) == ["a     b", "long"]
+
+
+# This node: the real worker over a fake driver, and the kernel's files where we say
+
+
+@pytest.mark.parametrize("name", ["hgx-h100-oci", "mig-half", "one-lost", "gb200-tray"])
+def test_this_node_shows_what_its_recording_shows(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unpack(FOLDER / name / "sys.txt", tmp_path)
+    for key, value in fake_nvml().env(FOLDER / name).items():
+        monkeypatch.setenv(key, value)
+    places = ["--sysfs", str(tmp_path / "sys"), "--procfs", str(tmp_path / "proc")]
+    live = said(capsys, "show", *places, "-o", "json")
+    assert live == (FOLDER / name / "expected" / "show.json").read_text()
+
+
+def test_overrides_are_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unpack(FOLDER / "vm-all-minus-one" / "sys.txt", tmp_path)
+    for key, value in fake_nvml().env(FOLDER / "vm-all-minus-one").items():
+        monkeypatch.setenv(key, value)
+    config = tmp_path / "rte.yaml"
+    config.write_text(
+        "numa: {overrides: {'0000:04:00.0': 1}}\n"
+        "groups: {names: {ring-0: ['0000:04:00.0', '0000:06:00.0']}}\n"
+    )
+    places = ["--sysfs", str(tmp_path / "sys"), "--config", str(config)]
+    shown = json.loads(said(capsys, "show", *places, "-o", "json"))
+    first = shown["gpus"][0]
+    assert (first["numa_node"], first["numa_from"], first["group"]) == (1, "override", "ring-0")
+    assert shown["gpus"][2]["numa_node"] is None
+    assert [group["name"] for group in shown["groups"]] == ["ring-0", "group-0"]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_machine_can_be_shown(seed: int) -> None:
+    machine = random_machine(Random(seed), most=12)
+    graph = build(machine)
+    found = groups(graph)
+    assert all(len(line) <= WIDTH for line in text(graph, found).splitlines())
+    shown = json.loads(json_text(document(graph, found)))
+    assert len(shown["gpus"]) == len(machine.gpus)
+    cells = {cell for row in shown["relations"]["matrix"] for cell in row}
+    assert cells <= {"X", "PIX", "PXB", "PHB", "NODE", "SYS", "N/A"} | {
+        f"NV{n}" for n in range(1, 20)
+    }
+    rows = smi(graph).partition("\n\n")[0].splitlines()
+    assert len(rows) == 1 + len(shown["relations"]["names"])

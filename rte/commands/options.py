@@ -9,8 +9,8 @@ from pathlib import Path
 from rte.config import Config, load, options, type_name
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """--config and a flag for each option that has one."""
+def add_options(parser: argparse.ArgumentParser, *, only: tuple[str, ...] = ("",)) -> None:
+    """--config and a flag for each option that has one and whose key starts with one of `only`."""
     parser.add_argument(
         "--config",
         "--config-file",
@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="configuration file (YAML); also RTE_CONFIG",
     )
     for option in options():
-        if option.flag is None:
+        if option.flag is None or not option.key.startswith(only):
             continue
         # A boolean flag alone means true, as in the peers' manifests.
         optional = {"nargs": "?", "const": "true"} if type_name(option) == "boolean" else {}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rte.commands.options import add_options, configuration
 from rte.config import Config
 from rte.discovery import Overrides, assemble
-from rte.discovery.nvml_worker import NvmlUnavailable, NvmlWorker
+from rte.discovery.nvml_worker import NvmlUnavailable, NvmlWorker, library_folders
 from rte.discovery.reading import NvmlReading
 from rte.discovery.sysfs import SysfsError, read_host
 from rte.graph.build import Graph, build
@@ -35,24 +35,13 @@ def add_source(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a folder that `rte record` wrote; without one it is this node",
     )
-    parser.add_argument(
-        "--nvml-timeout",
-        metavar="SECONDS",
-        type=float,
-        default=20.0,
-        help="how long this node's NVIDIA driver may take to answer (default: 20)",
-    )
-    add_options(parser)
+    add_options(parser, only=("driver", "host.sysfs", "host.procfs", "nvml."))
 
 
 def read_source(args: argparse.Namespace) -> Source:
     """The graph of what the arguments name. Raises CannotRead and ConfigError."""
     config = configuration(args)
-    machine = (
-        read_folder(Path(args.source))
-        if args.source
-        else read_node(config, nvml_timeout_s=args.nvml_timeout)
-    )
+    machine = read_folder(Path(args.source)) if args.source else read_node(config)
     graph = build(machine, compute_nics=config.nics.compute)
     try:
         return Source(graph, groups(graph, by=config.groups.by, names=config.groups.names))
@@ -72,7 +61,7 @@ def read_folder(folder: Path) -> Machine:
         raise CannotRead(str(error)) from error
 
 
-def read_node(config: Config, *, nvml_timeout_s: float) -> Machine:
+def read_node(config: Config) -> Machine:
     try:
         host = read_host(Path(config.host.sysfs), proc=Path(config.host.procfs))
     except SysfsError as error:
@@ -81,18 +70,14 @@ def read_node(config: Config, *, nvml_timeout_s: float) -> Machine:
         ) from error
     for problem in host.problems:
         print(f"rte: {problem}", file=sys.stderr)
-    overrides = Overrides(
-        numa={pci_address(a): NumaId(n) for a, n in config.numa.overrides.items()}
-    )
-    return assemble(host, read_nvml(config, timeout_s=nvml_timeout_s), overrides=overrides)
+    return assemble(host, read_nvml(config), overrides=overrides(config))
 
 
-def read_nvml(config: Config, *, timeout_s: float) -> NvmlReading | None:
+def read_nvml(config: Config) -> NvmlReading | None:
     """What the driver says; None, and a line on standard error, when it says nothing."""
-    folders = (Path(config.nvml.library),) if config.nvml.library else ()
-    worker = NvmlWorker(on_event=lambda event: None, library_folders=folders)
+    worker = NvmlWorker(on_event=lambda event: None, library_folders=nvml_folders(config))
     try:
-        return worker.reading(timeout_s=timeout_s)
+        return worker.reading(timeout_s=config.nvml.timeout)
     except NvmlUnavailable as error:
         print(
             f"rte: nothing from the NVIDIA driver: {error}\n"
@@ -102,3 +87,16 @@ def read_nvml(config: Config, *, timeout_s: float) -> NvmlReading | None:
         return None
     finally:
         worker.stop()
+
+
+def overrides(config: Config) -> Overrides:
+    return Overrides(numa={pci_address(a): NumaId(n) for a, n in config.numa.overrides.items()})
+
+
+def nvml_folders(config: Config) -> tuple[Path, ...]:
+    """Where the worker's linker looks for NVML before its own places."""
+    if config.nvml.library is not None:
+        return (Path(config.nvml.library),)
+    if config.driver == "mounted":
+        return library_folders(Path(config.nvml.container_driver_root))
+    return ()

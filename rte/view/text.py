@@ -255,7 +255,6 @@ def group_part(graph: Graph, groups: Sequence[Group]) -> list[str]:
         return []
     at = {gpu.pci: i for i, gpu in enumerate(graph.gpus)}
     number = {gpu.pci: gpu.number for gpu in graph.machine.gpus}
-    name = {gpu.pci: gpu.name for gpu in graph.machine.gpus}
     rows = []
     for group in groups:
         members = [at[pci] for pci in group.gpus if pci in at]
@@ -270,8 +269,6 @@ def group_part(graph: Graph, groups: Sequence[Group]) -> list[str]:
                 if len(speeds) == 1
                 else f"{speed(speeds[0])} to {speed(speeds[-1])}"
             )
-        if group.degraded:
-            words.append("degraded: " + " ".join(name[pci] for pci in group.degraded))
         rows.append(
             (
                 f"  {group.name}",
@@ -287,6 +284,11 @@ def group_part(graph: Graph, groups: Sequence[Group]) -> list[str]:
     return [
         "NVLink groups",
         *columns(rows),
+        *(
+            f"  {group.name} is degraded by gpu {ranges(sorted(number[p] for p in group.degraded))}"
+            for group in groups
+            if group.degraded
+        ),
         *(f"  fabric {domain} joins {' '.join(names)}" for domain, names in fabrics.items()),
     ]
 
