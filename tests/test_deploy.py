@@ -471,19 +471,10 @@ def test_real_requests_are_granted_or_forbidden(
 
 
 def owned(kind: str, node: str) -> Json:
-    """The least object of a kind that the API server takes."""
-    crds = {
-        "NodeResourceTopology": ROOT / "crds" / "noderesourcetopology" / "crd.yaml",
-        "GPUFabric": FABRIC_CRD,
-    }
-    spec = yaml.safe_load(crds[kind].read_text())["spec"]
-    version = next(v["name"] for v in spec["versions"] if v["storage"])
-    body: Json = {
-        "apiVersion": f"{spec['group']}/{version}",
-        "kind": kind,
-        "metadata": {"name": node},
-    }
-    return {**body, "zones": []} if kind == "NodeResourceTopology" else body
+    """The example object of a kind under the name of a node."""
+    folder = FABRIC_CRD.parent if kind == "GPUFabric" else ROOT / "crds" / "noderesourcetopology"
+    example: Json = yaml.safe_load((folder / "example.yaml").read_text())
+    return {**example, "metadata": {"name": node}}
 
 
 @pytest.mark.parametrize("kind", ["NodeResourceTopology", "GPUFabric"])

@@ -1,0 +1,340 @@
+"""`rte run` as the DaemonSet runs it, with its pod's own token: a real API server, a real kubelet's
+managers, NVML over the fake library; and what happens when a right is missing."""
+
+import itertools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import urllib3
+import yaml
+
+from rte.sources.recorded import unpack
+from tests.conftest import GoProgram, StartKubelet
+from tests.deployed import DEPLOY, Cluster, apply_strictly, config_text, deploy, of_kind
+from tests.fake_nvml import Driver
+from tests.machines.description import FOLDER
+from tests.real_apiserver import ApiServer, Json
+from tests.real_kubelet import Kubelet, numa_nodes, pod
+
+RECORDED = FOLDER / "hgx-h100-oci"
+GPU = "nvidia.com/gpu"
+NRT = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies"
+NUMBERS = itertools.count()
+
+# A pod finds its credentials at a fixed path, which tests must not write to: this moves it.
+LAUNCHER = """
+import sys
+from pathlib import Path
+from rte.publish import access
+access.in_cluster.__kwdefaults__["secrets"] = Path(sys.argv.pop(1))
+from rte.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(apiserver: ApiServer, go_program: GoProgram) -> Cluster:
+    return deploy(apiserver, go_program("kustomize"))
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """/sys and /proc of the recorded machine."""
+    root = tmp_path_factory.mktemp("machine")
+    unpack(RECORDED / "sys.txt", root)
+    return root
+
+
+class Daemon:
+    """One process of the base's container, on a node of its own."""
+
+    def __init__(self, cluster: Cluster, kubelet: Kubelet, machine: Path, folder: Path) -> None:
+        self.cluster = cluster
+        self.kubelet = kubelet
+        self.machine = machine
+        self.folder = folder
+        self.node = f"deployed-{next(NUMBERS)}"
+        self.uid = cluster.apiserver.create_node(self.node)["metadata"]["uid"]
+        self.driver = Driver(folder / "nvml", RECORDED)
+        self.secrets = folder / "secrets"
+        self.secrets.mkdir()
+        token = cluster.token(f"rte-{self.node}", node=self.node)
+        (self.secrets / "token").write_text(token)
+        (self.secrets / "ca.crt").write_bytes(cluster.apiserver.ca.read_bytes())
+        self.log_file = folder / "log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+        self.http = urllib3.PoolManager(retries=False, timeout=5)
+
+    def config(self, port: int) -> Json:
+        """The base's, with the paths and the port of this test."""
+        config: Json = yaml.safe_load(config_text(self.cluster.objects, self.cluster.daemon_set))
+        assert config["kubelet"].pop("configFile") == "/var/lib/kubelet/config.yaml"
+        config["host"] = {
+            "sysfs": str(self.machine / "sys"),
+            "procfs": str(self.machine / "proc"),
+        }
+        config["kubelet"] |= {
+            "rootDir": str(self.kubelet.root),
+            "configFile": str(self.kubelet.root / "config.yaml"),
+        }
+        config["http"] = {"address": "127.0.0.1", "port": port}
+        return config
+
+    def start(self, *, config: Callable[[Json], None] = lambda _: None) -> "Daemon":
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        settings = self.config(port)
+        config(settings)
+        file = self.folder / "rte.yaml"
+        file.write_text(yaml.safe_dump(settings))
+        template = self.cluster.daemon_set["spec"]["template"]["spec"]["containers"][0]
+        role, option, _ = template["args"]
+        server = urlsplit(self.cluster.apiserver.url)
+        environment = {
+            "PATH": os.environ["PATH"],
+            "PYTHONWARNINGS": "error",
+            "NODE_NAME": self.node,
+            "KUBERNETES_SERVICE_HOST": str(server.hostname),
+            "KUBERNETES_SERVICE_PORT": str(server.port),
+            **{v["name"]: v["value"] for v in template["env"] if "value" in v},
+            **self.driver.env,
+        }
+        command = [sys.executable, "-c", LAUNCHER, str(self.secrets), role, option, str(file)]
+        with self.log_file.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, cwd=DEPLOY.parent, stdout=log, stderr=log
+            )
+        return self
+
+    def end(self) -> int:
+        """SIGTERM, as the kubelet sends it; the exit status."""
+        if self.process is None:
+            return 0
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            status = self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            status = self.process.wait()
+        self.process = None
+        self.http.clear()
+        return status
+
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and text; 0 while nothing listens."""
+        try:
+            answer = self.http.request("GET", self.url + path)
+        except urllib3.exceptions.HTTPError:
+            return 0, ""
+        return answer.status, answer.data.decode()
+
+    def until(self, holds: Callable[[], bool], what: str, *, within_s: float = 20) -> None:
+        end = time.monotonic() + within_s
+        while not holds():
+            assert self.process is not None
+            alive = self.process.poll() is None
+            ready = self.get("/readyz")
+            if not alive or time.monotonic() > end:
+                pytest.fail(
+                    f"{'not within' if alive else 'ended before'} {within_s} s: {what}\n"
+                    f"/readyz: {ready}\n{self.log()[-3000:]}"
+                )
+            time.sleep(0.05)
+
+    def is_ready(self) -> bool:
+        return self.get("/readyz")[0] == 200
+
+    def nrt(self) -> Json | None:
+        answer = self.cluster.apiserver.request("GET", f"{NRT}/{self.node}")
+        return answer.body if answer.status == 200 else None
+
+    def free_gpus(self) -> list[int]:
+        """Available GPUs of each NUMA zone as published."""
+        zones = (self.nrt() or {"zones": []})["zones"]
+        return [
+            int(resource["available"])
+            for zone in zones
+            if zone["type"] == "Node"
+            for resource in zone["resources"]
+            if resource["name"] == GPU
+        ]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def daemon(
+    cluster: Cluster, kubelet: StartKubelet, machine: Path, tmp_path: Path
+) -> Iterator[Daemon]:
+    """Not yet started; its kubelet has the recorded machine's CPUs and the sample's policies."""
+    sample = {
+        "topologyManagerPolicy": "single-numa-node",
+        "cpuManagerPolicy": "static",
+        "cpuManagerPolicyOptions": {"full-pcpus-only": "true"},
+        "memoryManagerPolicy": "Static",
+    }
+    k = kubelet(sample, machine=numa_nodes(cpus=112, memory="1Ti"))
+    made = Daemon(cluster, k, machine, tmp_path)
+    yield made
+    made.end()
+
+
+def test_with_exactly_its_token_it_does_all_of_its_work(daemon: Daemon) -> None:
+    daemon.start()
+    daemon.until(daemon.is_ready, "ready")
+    daemon.kubelet.wait_devices(GPU, 8)
+    daemon.until(lambda: daemon.free_gpus() == [4, 4], "the plugin's GPUs are in the zones")
+
+    nrt = daemon.nrt()
+    assert nrt is not None
+    (owner,) = nrt["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["name"], owner["uid"]) == ("Node", daemon.node, daemon.uid)
+    attributes = {each["name"]: each["value"] for each in nrt["attributes"]}
+    assert attributes["topologyManagerPolicy"] == "single-numa-node"
+
+    wants = {GPU: 4, "cpu": 16, "memory": "32Gi"}
+    admission = daemon.kubelet.admit(pod("training", wants))
+    assert admission.admitted, admission.message
+    daemon.until(lambda: sorted(daemon.free_gpus()) == [0, 4], "the pod's GPUs are taken")
+    assert re.search(r"^rte_\w+ ", daemon.get("/metrics")[1], re.MULTILINE)
+
+    assert daemon.end() == 0
+    assert sockets(daemon) == {"kubelet.sock"}
+    assert daemon.driver.sessions() == 0
+
+
+def test_the_fabric_is_written_once_and_belongs_to_the_node(daemon: Daemon) -> None:
+    daemon.start()
+    path = f"{fabric_path(daemon.cluster)}/{daemon.node}"
+    request = daemon.cluster.apiserver.request
+    daemon.until(lambda: request("GET", path).status == 200, "the GPUFabric")
+    fabric = request("GET", path).body
+    (owner,) = fabric["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["uid"]) == ("Node", daemon.uid)
+    daemon.until(daemon.is_ready, "ready")
+    daemon.kubelet.admit(pod("training", {GPU: 2}))
+    daemon.until(lambda: sorted(daemon.free_gpus()) == [2, 4], "the pod's GPUs are taken")
+    after = request("GET", path).body
+    assert after["metadata"]["resourceVersion"] == fabric["metadata"]["resourceVersion"]
+
+
+def sockets(daemon: Daemon) -> set[str]:
+    return {path.name for path in daemon.kubelet.plugin_dir.glob("*.sock")}
+
+
+def fabric_path(cluster: Cluster) -> str:
+    (crd,) = (
+        each
+        for each in of_kind(cluster.objects, "CustomResourceDefinition")
+        if each["spec"]["names"]["kind"] == "GPUFabric"
+    )
+    spec = crd["spec"]
+    version = next(v["name"] for v in spec["versions"] if v["storage"])
+    return f"/apis/{spec['group']}/{version}/{spec['names']['plural']}"
+
+
+# A right that is missing
+
+
+RIGHTS = [
+    ("nodes", "get"),
+    ("pods", "list"),
+    ("pods", "watch"),
+    ("noderesourcetopologies", "get"),
+    ("noderesourcetopologies", "create"),
+    ("noderesourcetopologies", "patch"),
+    ("gpufabrics", "get"),
+    ("gpufabrics", "create"),
+    ("gpufabrics", "patch"),
+]
+
+
+@pytest.mark.parametrize(("resource", "verb"), RIGHTS)
+def test_without_a_right_it_goes_on_says_which_and_recovers(
+    daemon: Daemon, resource: str, verb: str
+) -> None:
+    (role,) = of_kind(daemon.cluster.objects, "ClusterRole")
+    taken = [
+        {**rule, "verbs": [v for v in rule["verbs"] if v != verb]}
+        if rule["resources"] == [resource]
+        else rule
+        for rule in role["rules"]
+    ]
+    assert taken != role["rules"]
+    apply_strictly(daemon.cluster.apiserver, {**role, "rules": [r for r in taken if r["verbs"]]})
+    try:
+        end = time.monotonic() + 10
+        while may(daemon, resource, verb):
+            assert time.monotonic() < end, "the role is still in force"
+            time.sleep(0.02)
+        daemon.start()
+        words = rf"cannot {verb} resource \\?\"{resource}\\?\""
+        daemon.until(
+            lambda: bool(re.search(words, daemon.get("/readyz")[1] + daemon.log())),
+            f"told that it cannot {verb} {resource}",
+        )
+        # The kubelet is served whatever the API server says.
+        daemon.kubelet.wait_devices(GPU, 8)
+        assert daemon.get("/healthz")[0] == 200
+    finally:
+        apply_strictly(daemon.cluster.apiserver, role)
+    daemon.until(lambda: daemon.is_ready() and daemon.free_gpus() == [4, 4], "well again")
+
+
+def may(daemon: Daemon, resource: str, verb: str) -> bool:
+    """Whether the daemon's token has the right, by the API server's word."""
+    (role,) = of_kind(daemon.cluster.objects, "ClusterRole")
+    (group,) = (r["apiGroups"][0] for r in role["rules"] if r["resources"] == [resource])
+    attributes: dict[str, Any] = {"group": group, "resource": resource, "verb": verb}
+    answer = daemon.cluster.apiserver.ask(
+        "POST",
+        "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
+        {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": attributes},
+        },
+        token=(daemon.secrets / "token").read_text(),
+    )
+    allowed: bool = answer["status"]["allowed"]
+    return allowed
+
+
+# What it refuses
+
+
+def test_it_does_not_start_where_the_kubelets_keys_can_be_read(daemon: Daemon) -> None:
+    keys = daemon.kubelet.root / "pki"
+    keys.mkdir()
+    (keys / "kubelet-client-current.pem").write_text("a key\n")
+    daemon.start()
+    assert daemon.process is not None
+    assert daemon.process.wait(20) != 0
+    assert str(keys) in daemon.log()
+    assert sockets(daemon) == {"kubelet.sock"}
+    assert daemon.nrt() is None
+
+
+def test_a_cover_over_the_keys_is_no_reason_to_refuse(daemon: Daemon) -> None:
+    (daemon.kubelet.root / "pki").mkdir()
+    daemon.start()
+    daemon.until(daemon.is_ready, "ready")
