@@ -46,6 +46,22 @@ def pci_order(address: PciAddress) -> tuple[int, int, int, int]:
     return int(domain, 16), int(bus, 16), int(device, 16), int(function)
 
 
+MADE_UP_DOMAIN = "fffffffe"
+"""The domain of functions that a source knows without their addresses, and of ports of switches
+that it leaves out. No firmware numbers domains there, and NVML's hidden switches are in the next.
+"""
+
+
+def made_up_address(number: int) -> PciAddress:
+    """The address that stands for the function with this number, in PCI order; up to 2^16."""
+    bus, slot, function = number >> 8, number >> 3 & 0x1F, number & 7
+    return PciAddress(f"{MADE_UP_DOMAIN}:{bus:02x}:{slot:02x}.{function}")
+
+
+def is_made_up(address: PciAddress) -> bool:
+    return address.startswith(MADE_UP_DOMAIN)
+
+
 class NumaSource(StrEnum):
     """Where a device's NUMA node was learnt. Only sysfs and an override are facts."""
 
@@ -57,6 +73,10 @@ class NumaSource(StrEnum):
     """All CPUs that the kernel calls local lie in one node, and they are not all CPUs."""
     NVML = "nvml"
     """NVML's memory affinity names one node with CPUs."""
+    SOURCE = "source"
+    """A file states it: nvidia-smi's column, NCCL's cpu element, hwloc's place in the tree."""
+    RELATION = "relation"
+    """A device that is no further than a host bridge of the same node has it."""
 
 
 class Level(IntEnum):
@@ -130,6 +150,7 @@ class NumaNode:
 
     id: NumaId
     cpus: tuple[CpuId, ...]  # ascending; empty for a node that has only memory
+    cpus_known: bool = True  # False: the source names no CPUs, and `cpus` is empty for that
     memory_bytes: int | None = None  # MemTotal of meminfo
     huge_pages: Mapping[int, int] = field(default_factory=dict)
     """Page size in bytes → number of pages, for each size the kernel has, zero counts included."""
@@ -290,8 +311,8 @@ class Machine:
     gpus: tuple[Gpu, ...] = ()  # by number
     nics: tuple[Nic, ...] = ()  # in PCI order, those without PCI last, by name
     levels: Mapping[tuple[PciAddress, PciAddress], Level] = field(default_factory=dict)
-    """What the source itself says of two GPUs (NVML's common ancestor), a direction each.
-    Absent pairs are computed from the PCI tree."""
+    """What the source itself says of two GPUs (NVML's common ancestor) or of a GPU and a NIC, a
+    direction each. Absent pairs are computed from the PCI tree."""
     peer_reads: Mapping[tuple[PciAddress, PciAddress], bool] = field(default_factory=dict)
     """NVML's P2P read status, a direction each; absent pairs were not asked."""
     driver: str | None = None  # NVIDIA driver version

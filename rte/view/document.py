@@ -11,7 +11,7 @@ from typing import Any
 
 from rte.graph.build import Graph
 from rte.graph.groups import Group
-from rte.model import Gpu, LinkPeer, Nic, NumaNode, PciAddress, PciLink
+from rte.model import Gpu, LinkPeer, Nic, NumaNode, PciAddress, PciLink, is_made_up
 from rte.view.relations import relations
 from rte.view.words import ranges
 
@@ -41,7 +41,7 @@ def document(graph: Graph, groups: Sequence[Group]) -> Json:
         ],
         "switches": [
             {
-                "pci": switch.address,
+                "pci": address(switch.address),
                 "gpus": [g.name for i, g in enumerate(graph.gpus) if switch.gpus >> i & 1],
             }
             for switch in graph.switches
@@ -56,10 +56,14 @@ def document(graph: Graph, groups: Sequence[Group]) -> Json:
     }
 
 
+def address(of: PciAddress | None) -> str | None:
+    return None if of is None or is_made_up(of) else of
+
+
 def numa_node(node: NumaNode, name_of: dict[PciAddress, str]) -> Json:
     return {
         "id": node.id,
-        "cpus": ranges(node.cpus),
+        "cpus": ranges(node.cpus) if node.cpus_known else None,
         "memory_bytes": node.memory_bytes,
         "huge_pages": {str(page): count for page, count in sorted(node.huge_pages.items())},
         "distance": {str(id): distance for id, distance in sorted(node.distance.items())},
@@ -74,7 +78,7 @@ def gpu(graph: Graph, one: Gpu, group_of: dict[PciAddress, str]) -> Json:
     return {
         "id": one.name,
         "uuid": one.uuid,
-        "pci": one.pci,
+        "pci": address(one.pci),
         "lost": one.lost,
         "product": one.product,
         "memory_bytes": one.memory_bytes,
@@ -143,7 +147,7 @@ def nic(graph: Graph, one: Nic) -> Json:
     return {
         "name": one.name,
         "kind": one.kind,
-        "pci": one.pci,
+        "pci": address(one.pci),
         "netdevs": list(one.netdevs),
         "rdma": list(one.rdma),
         "numa_node": device.numa if device else one.numa,

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from rte.graph.build import Graph
-from rte.model import PciAddress
+from rte.model import PciAddress, is_made_up
 from rte.view.words import CELLS
 
 
@@ -20,7 +20,8 @@ def relations(graph: Graph) -> Relations:
     """What nvidia-smi would say, a direction each as the source says it.
 
     NVLink wins over PCIe: NV<lanes as this GPU sees them>. NICs are the RDMA devices with a PCI
-    function, counted as nvidia-smi counts them: by name, numbers in it by value.
+    function, counted as nvidia-smi counts them: by name, numbers in it by value. Where nvidia-smi
+    itself is the source they keep its order.
     """
     devices = rdma_devices(graph)
     gpus = [gpu.pci for gpu in graph.gpus]
@@ -51,6 +52,8 @@ def rdma_devices(graph: Graph) -> list[tuple[str, PciAddress]]:
     found = [
         (name, nic.pci) for nic in graph.machine.nics if nic.pci is not None for name in nic.rdma
     ]
+    if any(is_made_up(pci) for _, pci in found):
+        return found
     return sorted(found, key=lambda device: by_value(device[0]))
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rte.graph.build import Graph
 from rte.graph.groups import Group
-from rte.model import Gpu, Machine, Nic, NumaId, NumaSource, PciAddress
+from rte.model import Gpu, Machine, Nic, NumaId, NumaSource, PciAddress, is_made_up
 from rte.view.relations import relations
 from rte.view.words import columns, counted, ranges, size, speed
 
@@ -49,7 +49,11 @@ def summary(machine: Machine) -> list[str]:
     if lost:
         words.append(f"{lost} lost")
     bearing = sum(bool(node.cpus) for node in machine.numa_nodes)
-    words.append(counted(bearing, "NUMA node with CPUs", "NUMA nodes with CPUs"))
+    untold = sum(not node.cpus_known for node in machine.numa_nodes)
+    if untold:
+        words.append(counted(bearing + untold, "NUMA node"))
+    else:
+        words.append(counted(bearing, "NUMA node with CPUs", "NUMA nodes with CPUs"))
     if machine.nics:
         words.append(counted(len(machine.nics), "NIC"))
     if machine.driver:
@@ -82,6 +86,8 @@ def numa_parts(graph: Graph, groups: Sequence[Group]) -> Iterator[list[str]]:
             memory.append((f"NUMA node {node.id}", amount, what))
             continue
         cpus = f"CPUs {ranges(node.cpus)}" if node.cpus else "no CPUs"
+        if not node.cpus_known:
+            cpus = ""
         yield ["  ".join(filter(None, (f"NUMA node {node.id}", cpus, amount))), *tree(here)]
     if reserved:
         memory.append((f"NUMA nodes {ranges(reserved)}", "", "empty"))
@@ -106,7 +112,7 @@ def gpu_items(graph: Graph, groups: Sequence[Group]) -> Iterator[tuple[NumaId | 
         if device and device.link and not gpu.lost:
             words.append(f"PCIe {speed(device.link.megabytes_per_s)}")
         words += inferred(device.numa_from if device else None)
-        cells = (gpu.name, gpu.pci, group_of.get(gpu.pci, ""), ", ".join(words))
+        cells = (gpu.name, known(gpu.pci), group_of.get(gpu.pci, ""), ", ".join(words))
         yield numa, Item(place(graph, gpu.pci), cells)
 
 
@@ -131,7 +137,7 @@ def nic_items(graph: Graph) -> Iterator[tuple[NumaId | None, Item]]:
         device = graph.tree.devices.get(nic.pci) if nic.pci else None
         words = nic_words(nic)
         words += inferred(device.numa_from if device else None)
-        cells = (nic.name, nic.pci or nic.kind, "", ", ".join(words))
+        cells = (nic.name, known(nic.pci) if nic.pci else nic.kind, "", ", ".join(words))
         yield (
             device.numa if device else nic.numa,
             Item(place(graph, nic.pci) if nic.pci else (), cells),
@@ -153,11 +159,17 @@ def nic_words(nic: Nic) -> list[str]:
 
 def inferred(source: NumaSource | None) -> list[str]:
     """A NUMA node that the device itself does not state is marked."""
-    if source is None or source is NumaSource.SYSFS:
+    if source is None or source in (NumaSource.SYSFS, NumaSource.SOURCE):
         return []
     if source is NumaSource.OVERRIDE:
         return ["NUMA node by override"]
+    if source is NumaSource.RELATION:
+        return ["NUMA node as its neighbours"]
     return [f"NUMA node inferred from {source}"]
+
+
+def known(address: PciAddress) -> str:
+    return "" if is_made_up(address) else address
 
 
 def place(graph: Graph, address: PciAddress) -> tuple[str, ...]:
@@ -229,10 +241,14 @@ def branches(items: Sequence[Item], depth: int) -> tuple[Branch | Item, ...]:
 def card_of(items: Sequence[Item]) -> str | None:
     """What to call the functions of one card, such as a NIC's two ports."""
     slots = {item.cells[1].rpartition(".")[0] for item in items}
-    return f"card {slots.pop()}" if len(slots) == 1 else None
+    return f"card {slots.pop()}" if len(slots) == 1 and "" not in slots else None
 
 
 def kind(name: str) -> str:
+    if ":" not in name:
+        return "host bridge"
+    if is_made_up(PciAddress(name)):
+        return "switch"
     return f"host bridge {name}" if name.startswith("pci") else f"switch {name}"
 
 

@@ -1,0 +1,7 @@
+"""What every source raises."""
+
+from __future__ import annotations
+
+
+class SourceError(Exception):
+    """A text or folder that no machine can be read from: where, what is wrong, what to do."""
