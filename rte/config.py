@@ -14,6 +14,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -231,7 +232,7 @@ class Withhold(Section, frozen=True, kw_only=True):
     id: str | None = None
     pci: str | None = None
     reason: str = "withheld"
-    until: str | None = None
+    until: Annotated[datetime, msgspec.Meta(tz=True)] | None = None
 
 
 class Devices(Section, frozen=True, kw_only=True):
@@ -302,9 +303,20 @@ class Nvml(Section, frozen=True, kw_only=True):
             flag="--driver-root",
         ),
     ] = "/"
+    container_driver_root: Annotated[
+        str,
+        opt(
+            "Where the driver's root is mounted here, for driver: mounted.",
+            env="CONTAINER_DRIVER_ROOT",
+            flag="--container-driver-root",
+        ),
+    ] = "/driver-root"
     library: Annotated[
         str | None,
-        opt("Directory of libnvidia-ml.so.1; absent: as the dynamic linker finds it."),
+        opt(
+            "Directory of libnvidia-ml.so.1; absent: as the dynamic linker finds it, or below the "
+            "driver's root."
+        ),
     ] = None
     timeout: Annotated[
         Duration, opt("How long one look through NVML may take before its process is replaced.")

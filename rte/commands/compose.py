@@ -1,0 +1,109 @@
+"""What is published of an observation, as the configuration wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from plugin.devices import devices
+from rte import __version__
+from rte.commands import parts
+from rte.config import Config
+from rte.graph.build import Graph
+from rte.graph.groups import Group, groups
+from rte.kubelet.usage import claimed
+from rte.model import DeviceUse, Machine, Observation, PciAddress
+from rte.publish.accounting import Unbound
+from rte.publish.fabric import fabric
+from rte.publish.fingerprint import InformerMode
+from rte.publish.nrt import Detail, FingerprintMethod, nrt
+
+
+class Composer:
+    """Bodies of one node's objects. What it remembers is of this boot: names and most lanes."""
+
+    def __init__(
+        self,
+        config: Config,
+        node: str,
+        graph_of: Callable[[Machine], Graph],
+        *,
+        advertised: Callable[[], tuple[DeviceUse, ...]] | None = None,
+        published_fabric: Callable[[], Mapping[str, Any] | None] | None = None,
+    ) -> None:
+        """`advertised` are the devices that the plugin of this process lists; without one they
+        follow from the machine as a plugin with this configuration would list them.
+        `published_fabric` reads the GPUFabric object that a former process left, whose history is
+        continued; it may raise ApiError.
+        """
+        self._config = config
+        self._node = node
+        self._graph_of = graph_of
+        self._advertised = advertised
+        self._published_fabric = published_fabric
+        self._fabric: Mapping[str, Any] | None = None
+        self._names: dict[PciAddress, str] = {}
+        self._most_lanes: dict[PciAddress, int] = {}
+
+    def __call__(self, observation: Observation) -> Iterable[Mapping[str, Any]]:
+        nrt_options = self._config.nrt
+        graph = self._graph_of(observation.machine)
+        found = self.groups(graph)
+        yield nrt(
+            observation,
+            graph,
+            node_name=self._node,
+            node_uid=None,  # the sink knows the Node
+            version=__version__,
+            groups=found,
+            ours=self._ours(observation),
+            claimed=claimed(observation.usage, observation.machine),
+            detail=Detail(nrt_options.detail),
+            unbound=Unbound(nrt_options.unbound),
+            method=FingerprintMethod(nrt_options.fingerprint.method),
+            informer_mode=InformerMode(nrt_options.fingerprint.informer_mode),
+            exclude=nrt_options.exclude,
+        )
+        if nrt_options.fabric:
+            self._fabric = fabric(
+                observation.machine,
+                graph,
+                found,
+                observation.faults,
+                node_name=self._node,
+                node_uid=None,
+                now=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+                previous=self._previous_fabric(),
+            )
+            yield self._fabric
+
+    def _previous_fabric(self) -> Mapping[str, Any] | None:
+        if self._fabric is None and self._published_fabric is not None:
+            return self._published_fabric()
+        return self._fabric
+
+    def groups(self, graph: Graph) -> tuple[Group, ...]:
+        """The machine's NVLink groups; a name given since start stays with its GPUs."""
+        for gpu in graph.gpus:
+            lanes = sum(end.lanes for end in gpu.links)
+            self._most_lanes[gpu.pci] = max(lanes, self._most_lanes.get(gpu.pci, 0))
+        found = groups(
+            graph,
+            by=self._config.groups.by,
+            names=self._config.groups.names,
+            known=self._names,
+            most_lanes=self._most_lanes,
+        )
+        for group in found:
+            if group.name not in self._config.groups.names:
+                self._names.update(dict.fromkeys(group.gpus, group.name))
+        return found
+
+    def _ours(self, observation: Observation) -> tuple[DeviceUse, ...]:
+        if self._advertised is not None:
+            return self._advertised()
+        listed = devices(
+            observation.machine, observation.faults, options=parts.advertising(self._config)
+        )
+        return parts.uses(listed.resources.items())

@@ -1,0 +1,194 @@
+"""The configuration as parts: what `run`, `publish` and `plugin` are made of.
+
+Each function opens one thing as the configuration says; nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plugin.allocation import Handing, Strategy
+from plugin.devices import Advertising, Device, MigStrategy
+from plugin.life import DevicePlugin
+from plugin.life import Options as PluginOptions
+from rte.config import Config, ConfigError
+from rte.discovery import Overrides
+from rte.discovery.faults import FaultRules, parse_fault_rules
+from rte.discovery.nvml_worker import library_folders
+from rte.graph.parts import Sharing
+from rte.kubelet.usage import KubeletError
+from rte.model import DeviceUse, NumaId, Policy, base_units, pci_address
+
+if TYPE_CHECKING:
+    from rte.publish.apply import ApiServer
+
+
+def node_name(config: Config) -> str:
+    """The Node's name; kubelets register the host name in lower case unless told otherwise."""
+    return config.node_name or socket.gethostname().lower()
+
+
+def overrides(config: Config) -> Overrides:
+    return Overrides(
+        numa={pci_address(a): NumaId(n) for a, n in config.numa.overrides.items()},
+    )
+
+
+def fault_rules(config: Config) -> FaultRules:
+    """Raises ConfigError for a word that names no Xid."""
+    try:
+        return parse_fault_rules(config.health.disable, config.health.enable)
+    except ValueError as error:
+        raise ConfigError("health", "configuration", str(error)) from error
+
+
+def nvml_folders(config: Config) -> tuple[Path, ...]:
+    """Where the worker's linker looks for NVML before its own places."""
+    if config.nvml.library is not None:
+        return (Path(config.nvml.library),)
+    if config.driver == "mounted":
+        return library_folders(Path(config.nvml.container_driver_root))
+    return ()
+
+
+# The device plugin
+
+
+def plugin_options(config: Config) -> PluginOptions:
+    """Raises ConfigError for what only the plugin knows to be wrong."""
+    devices = config.devices
+    try:
+        return PluginOptions(
+            plugin_dir=config.plugin_dir,
+            pod_resources=config.pod_resources_socket,
+            advertising=advertising(config),
+            handing=Handing(
+                strategies=frozenset(map(Strategy, devices.device_list_strategy)),
+                ids=devices.device_id_strategy,
+                device_specs=devices.pass_device_specs,
+                dev_root=config.nvml.driver_root,
+                cdi_annotation_prefix=config.cdi.annotation_prefix,
+                cuda_order=devices.cuda_order == "nvlink",
+            ),
+            sharing=Sharing(devices.shared_allocation),
+            compute_nics=config.nics.compute,
+            cdi_directories=tuple(map(Path, config.cdi.directories)),
+            cdi_nodes_only=config.cdi.nodes_only,
+            proc=Path(config.host.procfs),
+        )
+    except ValueError as error:
+        raise ConfigError("devices", "configuration", str(error)) from error
+
+
+def advertising(config: Config) -> Advertising:
+    return Advertising(
+        resource=config.devices.resource,
+        mig=MigStrategy(config.devices.mig_strategy),
+        advertise_inferred=config.numa.advertise_inferred,
+    )
+
+
+def withheld(config: Config, now: datetime) -> tuple[Mapping[str, str], datetime | None]:
+    """The devices that are cordoned now (id or PCI address → reason), and when that changes."""
+    found = {}
+    ends = []
+    for entry in config.devices.withhold:
+        if entry.until is not None and entry.until <= now:
+            continue
+        if entry.until is not None:
+            ends.append(entry.until)
+        found[entry.id or str(pci_address(entry.pci or ""))] = entry.reason
+    return found, min(ends, default=None)
+
+
+def advertised(plugin: DevicePlugin) -> tuple[DeviceUse, ...]:
+    """What the plugin of this process lists to the kubelet, healthy or not."""
+    return uses((name, r.tables.devices.values()) for name, r in plugin.resources.items())
+
+
+def uses(resources: Iterable[tuple[str, Iterable[Device]]]) -> tuple[DeviceUse, ...]:
+    return tuple(
+        DeviceUse(resource=name, id=device.id, numa=device.numa)
+        for name, listed in resources
+        for device in listed
+    )
+
+
+# The kubelet's configuration
+
+
+def kubelet_policy(config: Config, api: ApiServer | None, node: str) -> Callable[[], Policy | None]:
+    """Reads the kubelet's configuration: the file that is named, else /configz of the own node.
+
+    What the operator states stands in place of what is read, and alone where nothing can be read.
+    The function raises KubeletError or ApiError.
+    """
+    from rte.kubelet.policy import (  # noqa: PLC0415 - the plugin alone needs none of it
+        PolicyError,
+        parse_policy,
+        read_policy,
+        stated,
+    )
+    from rte.publish.access import ApiError  # noqa: PLC0415 - as above
+
+    kubelet = config.kubelet
+    file = Path(kubelet.config_file) if kubelet.config_file else None
+    drop_ins = Path(kubelet.config_dir) if kubelet.config_dir else None
+
+    def read() -> Policy | None:
+        try:
+            if file is not None or drop_ins is not None:
+                return read_policy(file, drop_ins=drop_ins)
+            return parse_policy(api.read_configz(node)) if api is not None else None
+        except PolicyError as error:
+            raise KubeletError("kubelet configuration", str(error)) from error
+        except ApiError:
+            if kubelet.topology_manager_policy is None:
+                raise
+            return None
+
+    return lambda: stated(
+        read(),
+        topology_manager=kubelet.topology_manager_policy,
+        scope=kubelet.topology_manager_scope,
+    )
+
+
+def configuration_files(config: Config) -> tuple[Path, ...]:
+    """The kubelet's configuration files that are worth watching."""
+    return (Path(config.kubelet.config_file),) if config.kubelet.config_file else ()
+
+
+# The API server
+
+
+def api_server(config: Config) -> ApiServer:
+    """A client for the API server, not yet connected. Raises ApiError for unusable credentials."""
+    from rte.publish.access import in_cluster, read_kubeconfig  # noqa: PLC0415 - plugin: no API
+    from rte.publish.apply import ApiServer  # noqa: PLC0415
+
+    path = config.api.kubeconfig
+    access = read_kubeconfig(Path(path)) if path else in_cluster()
+    return ApiServer(access, timeout_s=config.api.timeout)
+
+
+def node_allocatable(api: ApiServer, node: str) -> Callable[[], Mapping[str, int]]:
+    """Reads status.allocatable of the own Node in base units. Raises ApiError."""
+
+    def read() -> Mapping[str, int]:
+        found: Any = api.read_node(node) or {}
+        figures = found.get("status", {}).get("allocatable", {})
+        return {name: base_units(str(value)) for name, value in figures.items()}
+
+    return read
+
+
+def published_fabric(api: ApiServer, node: str) -> Callable[[], Mapping[str, Any] | None]:
+    """Reads the own GPUFabric object, None where there is none. Raises ApiError."""
+    from rte.publish.fabric import API_VERSION  # noqa: PLC0415
+
+    return lambda: api.read(f"/apis/{API_VERSION}/gpufabrics/{node}")
