@@ -57,9 +57,11 @@ class Registration:
     ) -> None:
         self.resource = resource
         self.kubelet = plugin_dir / KUBELET_SOCKET
-        self.socket = plugin_dir / socket_name(resource.name)
+        self.sockets = tuple(plugin_dir / name for name in socket_names(resource.name))
+        self.socket = self.sockets[0]
         self.registered_at: float | None = None  # monotonic seconds; None: not registered now
         self.kubelet_seen: Signature | None = None  # the kubelet that was registered with last
+        self._kubelet_tried: Signature | None = None
         self._on_registered = on_registered
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -104,7 +106,9 @@ class Registration:
                 except (OSError, RuntimeError, KubeletError, grpc.RpcError) as error:
                     self.resource.counters.registrations_failed += 1
                     self._say(logging.WARNING, f"not registered: {_problem(error)}")
-                    self._wait(pause_s)
+                    if _is_burnt(error):
+                        self.socket = _next(self.sockets, self.socket)
+                    self._pause(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                     continue
                 pause_s = FIRST_PAUSE_S
@@ -118,6 +122,9 @@ class Registration:
         Raises what prevented it: OSError or RuntimeError of the socket, grpc.RpcError of Register.
         """
         kubelet = self._await_kubelet()
+        if kubelet != self._kubelet_tried:  # another one has burnt no names
+            self._kubelet_tried = kubelet
+            self.socket = self.sockets[0]
         if kubelet is None or not self._await_others():
             return "stopped"
         self._again = None
@@ -149,7 +156,8 @@ class Registration:
 
         Kubelets up to 1.36 stop whichever plugin is current when the stream of the other ends.
         """
-        others = (self.socket, self.socket.with_name(f"nvidia-{_short(self.resource.name)}.sock"))
+        nvidia = f"nvidia-{_short(self.resource.name)}.sock"
+        others = (*self.sockets, self.socket.with_name(nvidia))
         while not self._stopping.is_set():
             other = next((path for path in others if answers(path)), None)
             if other is None:
@@ -225,7 +233,7 @@ class Registration:
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        files = watch([self.kubelet, self.socket], lambda _: self._wake.set())
+        files = watch([self.kubelet, *self.sockets], lambda _: self._wake.set())
         try:
             yield
         finally:
@@ -237,6 +245,15 @@ class Registration:
         self._wake.clear()
         return happened
 
+    def _pause(self, limit_s: float) -> None:
+        """Until the limit, or until stopped or there is another kubelet."""
+        before = signature(self.kubelet)
+        end = time.monotonic() + limit_s
+        while (left_s := end - time.monotonic()) > 0:
+            self._wait(left_s)  # our own sockets come and go too
+            if self._stopping.is_set() or signature(self.kubelet) != before:
+                return
+
     def _say(self, level: int, what: str) -> None:
         """Log a state once, until registered again."""
         if what != self._said:
@@ -247,9 +264,13 @@ class Registration:
         return self.socket.with_name(f".{self.socket.stem}.{os.getpid()}")
 
 
-def socket_name(resource: str) -> str:
-    """`rte-gpu.sock` for nvidia.com/gpu: the path of a socket has room for 107 bytes."""
-    return f"rte-{_short(resource)}.sock"
+def socket_names(resource: str) -> tuple[str, ...]:
+    """`rte-gpu.sock` for nvidia.com/gpu, and more to go on with when the kubelet has burnt that.
+
+    They are short: the path of a socket has room for 107 bytes.
+    """
+    short = _short(resource)
+    return (f"rte-{short}.sock", *(f"rte-{short}.{n}.sock" for n in range(2, 6)))
 
 
 def signature(path: Path) -> Signature | None:
@@ -274,6 +295,19 @@ def answers(path: Path) -> bool:
 
 def _short(resource: str) -> str:
     return resource.rpartition("/")[2]
+
+
+def _next(paths: tuple[Path, ...], path: Path) -> Path:
+    return paths[(paths.index(path) + 1) % len(paths)]
+
+
+def _is_burnt(error: Exception) -> bool:
+    """Whether the kubelet takes the socket's name for that of a plugin it still has.
+
+    Kubelet 1.37 forgets to close a client when anybody registers twice for its socket, and then
+    refuses the name for the rest of its life.
+    """
+    return isinstance(error, grpc.RpcError) and "already connected" in (error.details() or "")
 
 
 def _problem(error: Exception) -> str:

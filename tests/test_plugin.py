@@ -24,7 +24,7 @@ from plugin.decisions import KEPT, Call
 from plugin.devices import Advertising, MigStrategy
 from plugin.held import OWN_ALLOCATION_S, Held, NicUse, nic_use
 from plugin.life import DevicePlugin, Options
-from plugin.registration import socket_name
+from plugin.registration import socket_names
 from rte.kubelet.api import podresources_pb2 as pod_resources_api
 from rte.kubelet.usage import KubeletError
 from rte.model import (
@@ -140,7 +140,7 @@ def test_nothing_is_registered_before_the_machine_is_known(
     [(GPUS, "rte-gpu.sock"), ("nvidia.com/mig-1g.10gb.me", "rte-mig-1g.10gb.me.sock")],
 )
 def test_socket_names(resource: str, name: str) -> None:
-    assert socket_name(resource) == name
+    assert socket_names(resource)[0] == name
 
 
 def test_a_kubelet_that_is_not_there_is_waited_for_and_said_once(
@@ -195,6 +195,16 @@ def test_a_refused_register_is_tried_again_on_a_new_socket(
     counters = plugin.resources[GPUS].counters
     assert (counters.registrations, counters.registrations_failed) == (1, 3)
     assert caplog.text.count("Register: the kubelet answered UNKNOWN: not now") == 1
+
+
+def test_refusals_are_answered_by_waiting_longer_each_time(
+    start: Start, kubelet: SmallKubelet
+) -> None:
+    kubelet.refuse = 1_000_000
+    plugin = start()
+    time.sleep(1)
+    refused = plugin.resources[GPUS].counters.registrations_failed
+    assert 3 <= refused <= 8  # 0, 20, 60, 140, 300, 620 ms
 
 
 def test_another_plugin_that_answers_for_the_resource_is_waited_for_by_name(

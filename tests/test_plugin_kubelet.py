@@ -4,11 +4,15 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import grpc
 import pytest
 
+from plugin.api import deviceplugin_pb2 as api
+from plugin.api import deviceplugin_pb2_grpc as rpc
 from plugin.decisions import Call
 from plugin.devices import Advertising, MigStrategy
 from plugin.life import DevicePlugin, Options
+from rte.kubelet.usage import channel
 from rte.model import Machine
 from rte.sources.recorded import read_recorded
 from tests.machines.about import expectations
@@ -221,6 +225,35 @@ def test_a_kubelet_that_crashed_is_found_again(run: Run) -> None:
     assert time.monotonic() - began < 1
     after = node.gpus(node.admit("after", {GPU: 2}))
     assert sorted(before + after) == [0, 1, 2, 3]
+
+
+def test_a_socket_name_that_the_kubelet_has_burnt_is_left_for_another(run: Run) -> None:
+    node = run("pcie-a100-pairs")
+    # Somebody registers our socket a second time: this kubelet now loses the first registration
+    # when it ends, and takes the name never again.
+    request = api.RegisterRequest(version="v1beta1", endpoint="rte-gpu.sock", resource_name=GPU)
+    with (
+        channel(node.kubelet.plugin_dir / "kubelet.sock") as kubelet,
+        pytest.raises(grpc.RpcError, match="already connected"),
+    ):
+        rpc.RegistrationStub(kubelet).Register(request)
+    node.plugin.registrations[GPU].again("the test wants it")
+    assert until(lambda: node.plugin.resources[GPU].counters.registrations == 2)
+    assert (node.kubelet.plugin_dir / "rte-gpu.2.sock").is_socket()
+    node.plugin.withhold({node.machine.gpus[0].pci: "test"})
+    node.kubelet.wait_devices(GPU, 7)
+    assert node.gpus(node.admit("two", {GPU: 2})) == (1, 3)
+    # A plugin that starts now finds the name burnt, too.
+    node.plugin.stop()
+    fresh = Node(node.kubelet, node.name)
+    fresh.ready()
+    assert fresh.plugin.registrations[GPU].socket.name == "rte-gpu.2.sock"
+    fresh.plugin.stop()
+    node = Node(node.kubelet, node.name)
+    node.kubelet.restart()
+    node.ready()
+    assert (node.kubelet.plugin_dir / "rte-gpu.sock").is_socket()
+    node.plugin.stop()
 
 
 def held(node: Node) -> set[int]:
