@@ -20,6 +20,7 @@ ALLOWED = {
     "rte.metrics": {"rte.model", "rte.graph"},
     "rte.status": {"rte.model", "rte.graph", "rte.metrics", "rte.view"},
     "rte.agent": {"rte.model", "rte.graph", "rte.kubelet", "rte.publish"},
+    "rte.standin": {"rte.model", "rte.kubelet", "rte.graph", "plugin"},
     "plugin": {"rte.model", "rte.graph", "rte.kubelet"},
 }
 EDGE = {"rte.commands", "rte.__main__"}
