@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import grpc
 
-from rte.kubelet.plausible import Look, doubt
+from rte.kubelet.plausible import Doubt, Look, Patience, doubt
 from rte.kubelet.policy import PolicyError
 from rte.kubelet.state import (
     CPU_STATE,
@@ -84,7 +84,10 @@ class Pace:
     retry_longest_s: float = 30.0
     """After errors: doubled from the first to the longest, each cut by up to half by chance."""
     doubts_s: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-    """Between looks at a reading that cannot be believed; then it is published as it is."""
+    """Between looks at a reading that cannot be believed; then it is published as it is. Seen: a
+    state file 0.3 s ahead of the list."""
+    doubts_if_short: int = 4
+    """How many of those looks a reading gets that is as likely true."""
     restart_s: float = 15.0
     """So long after the kubelet has started its readings are doubted, once a second at the last:
     it waits for its pods from the API server before it lists them."""
@@ -151,12 +154,17 @@ class Pacer:
         if not self.pace.echo_s:
             self.echo_at = None
 
-    def doubted(self, now: float, *, restarted_at: float | None) -> bool:
+    def doubted(self, now: float, patience: Patience, *, restarted_at: float | None = None) -> bool:
         """Whether to look again before the reading is believed; then it says when."""
-        waits = self.pace.doubts_s
+        short = patience is Patience.SHORT
+        waits = self.pace.doubts_s[: self.pace.doubts_if_short if short else None]
         if self._doubts < len(waits):
             wait_s = waits[self._doubts]
-        elif restarted_at is not None and now < restarted_at + self.pace.restart_s:
+        elif (
+            patience is Patience.LONG
+            and restarted_at is not None
+            and now < restarted_at + self.pace.restart_s
+        ):
             wait_s = 1.0
         else:
             return False
@@ -184,6 +192,8 @@ class Pacer:
 
 
 # What is not as it should be
+
+ENDED = frozenset({"Succeeded", "Failed"})  # phases of pods that hold nothing any more
 
 UNREADY = frozenset({"kubelet", "hardware", "policy", "API server", "agent"})
 HANGS_S = 180.0
@@ -494,19 +504,26 @@ class Agent:
             handed_out=self._handed_out(),
         )
         self.problems.end("kubelet")
-        restarted = self._restarted_at is not None
-        why = doubt(look, before=self._believed, restarted=restarted)
+        pods = self._sources.pods()
+        found = doubt(
+            look,
+            before=self._believed,
+            restarted=self._restarted_at is not None,
+            running=None
+            if pods is None
+            else frozenset(pod.pod for pod in pods if pod.phase not in ENDED),
+        )
         gpus_before = self.observation.machine.gpus if self.observation else ()
-        if why is None and gpus_before and snapshot is not None and not snapshot.machine.gpus:
-            why = "all GPUs are gone"
-        if why is not None:
+        if found is None and gpus_before and snapshot is not None and not snapshot.machine.gpus:
+            found = Doubt("all GPUs are gone")
+        if found is not None:
             with self._condition:
-                again = self._pacer.doubted(now, restarted_at=self._restarted_at)
+                again = self._pacer.doubted(now, found.patience, restarted_at=self._restarted_at)
             if again:
                 self.counts.doubted += 1
-                log.debug("looking again: %s", why)
+                log.debug("looking again: %s", found.why)
                 return None
-            log.info("published as it is, though %s", why)
+            log.info("published as it is: %s", found.why)
         self._believed, self._restarted_at = look, None
         self._unanswered.pop(Reason.KUBELET_RESTART, None)
         if snapshot is None:
@@ -520,7 +537,7 @@ class Agent:
             usage=look.usage,
             allocatable=look.allocatable,
             policy=self._kubelet_policy(),
-            pods=self._sources.pods(),
+            pods=pods,
             node_allocatable=self._own_node_allocatable(),
         )
 

@@ -15,7 +15,7 @@ import pytest
 
 from rte.agent import Agent, Kubelet, Pace, Pacer, Reason, Sources
 from rte.kubelet import usage
-from rte.kubelet.plausible import Look, doubt
+from rte.kubelet.plausible import Look, Patience, doubt
 from rte.kubelet.policy import PolicyError
 from rte.kubelet.state import HandedOut, PodUid
 from rte.model import (
@@ -27,6 +27,7 @@ from rte.model import (
     MemoryBlock,
     NumaId,
     Observation,
+    PodFacts,
     PodName,
     PodUse,
     Policy,
@@ -138,15 +139,22 @@ def test_a_restarted_kubelet_ends_a_back_off_but_not_the_api_servers_order() -> 
 
 def test_doubts_end() -> None:
     pacer = Pacer(Pace(doubts_s=(0.02, 0.05)), 0, chance=0)
-    assert pacer.doubted(0, restarted_at=None)
+    assert pacer.doubted(0, Patience.USUAL)
     assert pacer.next() == 0.02
     pacer.looking()
-    assert pacer.doubted(0.02, restarted_at=None)
+    assert pacer.doubted(0.02, Patience.USUAL)
     assert pacer.next() == pytest.approx(0.07)
-    assert not pacer.doubted(0.07, restarted_at=None)
-    assert pacer.doubted(0.07, restarted_at=0)
+    assert not pacer.doubted(0.07, Patience.USUAL)
+    assert not pacer.doubted(0.07, Patience.USUAL, restarted_at=0)
+    assert pacer.doubted(0.07, Patience.LONG, restarted_at=0)
     assert pacer.next() == pytest.approx(1.07)
-    assert not pacer.doubted(15, restarted_at=0)
+    assert not pacer.doubted(15, Patience.LONG, restarted_at=0)
+
+
+def test_a_doubt_about_what_is_likely_true_is_short() -> None:
+    pacer = Pacer(Pace(doubts_s=(0.02, 0.05), doubts_if_short=1), 0, chance=0)
+    assert pacer.doubted(0, Patience.SHORT)
+    assert not pacer.doubted(0.02, Patience.SHORT)
 
 
 def test_an_echo_follows_the_last_write_of_what_was_freed() -> None:
@@ -207,6 +215,18 @@ def look(
     )
 
 
+def test_after_a_restart_only_pods_that_the_api_server_has_are_waited_for() -> None:
+    before = look({"a": (0,), "b": (1,)})
+    now = look({"a": (0,)}, {A: (0,), B: (1,)})
+    found = doubt(now, before=before, restarted=True)
+    assert found is not None
+    assert found.patience is Patience.LONG
+    running = frozenset({PodName(namespace="default", name="a")})
+    assert doubt(now, before=before, restarted=True, running=running) is None
+    assert doubt(look({}, {A: (0,)}), before=before, restarted=True, running=running)
+    assert doubt(look({}, {A: (0,)}), before=before, restarted=True, running=frozenset()) is None
+
+
 BELIEF: dict[str, tuple[Look | None, Look, bool, str | None]] = {
     "all is as it was": (look({"a": (0,)}), look({"a": (0,)}), False, None),
     "a pod came": (look({}), look({"a": (0,)}), False, None),
@@ -260,6 +280,12 @@ BELIEF: dict[str, tuple[Look | None, Look, bool, str | None]] = {
         True,
         "1 allocations",
     ),
+    "after a restart a pod that was never listed is no matter of the restart": (
+        look({"a": (0,)}),
+        look({"a": (0,)}, {A: (0,), B: (1,)}),
+        True,
+        "1 allocations",
+    ),
     "after a restart what was missing before is no news": (
         look({"a": (0,)}, {A: (0,), B: (1,)}),
         look({"a": (0,)}, {A: (0,), B: (1,)}),
@@ -278,7 +304,7 @@ BELIEF: dict[str, tuple[Look | None, Look, bool, str | None]] = {
 @pytest.mark.parametrize(("before", "now", "restarted", "why"), BELIEF.values(), ids=BELIEF.keys())
 def test_what_is_doubted(before: Look | None, now: Look, restarted: bool, why: str | None) -> None:
     found = doubt(now, before=before, restarted=restarted)
-    assert found is None if why is None else found is not None and why in found
+    assert found is None if why is None else found is not None and why in found.why
 
 
 @pytest.mark.parametrize(
@@ -351,6 +377,7 @@ class Node:
         self.now = 100.0
         self.hardware = SimpleNamespace(latest=SimpleNamespace(machine=machine(), faults={}))
         self.policies: list[Policy | PolicyError | None] = [Policy()]
+        self.facts: tuple[PodFacts, ...] | None = None
         self.composed = compose
         self.channel = usage.channel(self.socket)
         self.agent = Agent(
@@ -362,7 +389,7 @@ class Node:
                 timeout_s=2,
             ),
             hardware=self.hardware,
-            sources=Sources(policy=self.policy),
+            sources=Sources(policy=self.policy, pods=lambda: self.facts),
             compose=self.compose,
             sink=FolderSink(self.out),
             pace=pace,
@@ -500,12 +527,36 @@ def test_a_passing_moment_is_not_published(node: Node, moment: dict[str, tuple[s
     assert node.agent.counts.doubted >= 3
 
 
-def test_what_lasts_is_published_in_the_end(node: Node) -> None:
+def test_the_end_of_the_last_pod_is_soon_believed(node: Node) -> None:
     node.hold(a=("GPU-0",))
     node.agent.start()
     node.until(lambda: node.published() == "GPU-0")
     node.hold()
-    assert node.until(lambda: node.published() == "") < 3
+    assert 0.3 < node.until(lambda: node.published() == "") < 1
+
+
+def test_the_end_of_the_last_pod_is_believed_at_once_when_the_api_server_says_so(
+    node: Node,
+) -> None:
+    node.hold(a=("GPU-0",))
+    node.agent.start()
+    node.until(lambda: node.published() == "GPU-0")
+    node.facts = (
+        PodFacts(pod=PodName(namespace="n", name="a"), phase="Succeeded", qos="BestEffort"),
+    )
+    node.hold()
+    node.until(lambda: node.published() == "")
+    assert node.agent.counts.doubted == 0
+
+
+def test_what_lasts_is_published_in_the_end(node: Node) -> None:
+    node.hold(a=("GPU-0",))
+    node.agent.start()
+    node.until(lambda: node.published() == "GPU-0")
+    node.pods.pods = {"a": ("GPU-0",), "b": ()}
+    node.write_checkpoint({"a": ("GPU-0",), "b": ("GPU-1",)})
+    node.until(lambda: node.agent.counts.doubted == len(QUICK.doubts_s))
+    node.until(lambda: node.agent.counts.outcomes["NodeResourceTopology", "unchanged"] == 1)
 
 
 def test_after_a_restart_the_kubelet_is_given_time(node: Node) -> None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
 
 from rte.kubelet.state import HandedOut, Holder
-from rte.model import Allocatable, MemoryBlock, Usage
+from rte.model import Allocatable, MemoryBlock, PodName, PodUse, Usage
 
 Thing = tuple[object, ...]
 """One device, CPU or block of memory, as both PodResources and the state files name it."""
@@ -28,36 +30,65 @@ class Look:
     handed_out: HandedOut | None  # None: the state files could not be read
 
 
-def doubt(look: Look, *, before: Look | None, restarted: bool) -> str | None:
+class Patience(StrEnum):
+    """How long a doubt lasts."""
+
+    SHORT = "short"
+    """As likely a fact as a passing moment: the last pod may have ended."""
+    USUAL = "usual"
+    LONG = "long"
+    """The kubelet has just started: it is still to hear of its pods and its plugins."""
+
+
+class Doubt(NamedTuple):
+    why: str
+    patience: Patience = Patience.USUAL
+
+
+def doubt(
+    look: Look,
+    *,
+    before: Look | None,
+    restarted: bool,
+    running: frozenset[PodName] | None = None,
+) -> Doubt | None:
     """Why a look should be repeated before it is believed, or None.
 
     `before` is the last look that was believed, `restarted` whether the kubelet has started anew
-    since. What the files keep of pods that have ended is no reason: it was in the files before.
-    After a restart it is one, for all pods that ran before come back one by one.
+    since, `running` the pods that the API server has on this node and that have not ended, or None
+    where it is not asked. What the files keep of pods that have ended is no reason: it was in the
+    files before. After a restart it is one, for all pods that ran before come back one by one.
     """
     had_pods = before is not None and before.usage.pods
-    if not look.usage.pods and (had_pods or (before is None and _things(look.handed_out))):
-        return "PodResources lists no pods, though pods ran"
+    could_have = had_pods or (before is None and _things(look.handed_out))
+    if not look.usage.pods and could_have and running != frozenset():
+        why = "PodResources lists no pods, though pods ran"
+        return Doubt(why, Patience.LONG if restarted else Patience.SHORT)
     if before is not None:
         gone = _resources(before.allocatable) - _resources(look.allocatable)
         if gone:
-            return f"PodResources offers no {', '.join(sorted(gone))} any more"
+            why = f"PodResources offers no {', '.join(sorted(gone))} any more"
+            return Doubt(why, Patience.LONG if restarted else Patience.USUAL)
     if before is None or look.handed_out is None:
         return None
-    listed = frozenset(_listed(look.usage))
+    listed = frozenset(_listed(look.usage.pods))
     missing = {pair for pair in _things(look.handed_out) if pair[1] not in listed}
     known = _things(before.handed_out)
     if restarted:
-        listed_before = frozenset(_listed(before.usage))
-        known = {pair for pair in known if pair[1] not in listed_before}
+        come_back = (p for p in before.usage.pods if running is None or p.pod in running)
+        listed_before = frozenset(_listed(come_back))
+        if late := {pair for pair in missing & known if pair[1] in listed_before}:
+            return Doubt(_unlisted(late), Patience.LONG)
     fresh = missing - known
-    if fresh:
-        pods = {holder[0] for holder, _ in fresh}
-        return (
-            f"PodResources does not list {len(fresh)} allocations of {len(pods)} pods that are in "
-            "the kubelet's state files"
-        )
-    return None
+    return Doubt(_unlisted(fresh)) if fresh else None
+
+
+def _unlisted(pairs: set[tuple[Holder, Thing]]) -> str:
+    pods = {holder[0] for holder, _ in pairs}
+    return (
+        f"PodResources does not list {len(pairs)} allocations of {len(pods)} pods that are in "
+        "the kubelet's state files"
+    )
 
 
 def _resources(allocatable: Allocatable) -> set[str]:
@@ -79,9 +110,9 @@ def _things(handed_out: HandedOut | None) -> set[tuple[Holder, Thing]]:
     return held
 
 
-def _listed(usage: Usage) -> Iterator[Thing]:
+def _listed(pods: Iterable[PodUse]) -> Iterator[Thing]:
     blocks: list[MemoryBlock] = []
-    for pod in usage.pods:
+    for pod in pods:
         blocks += pod.memory
         yield from (("cpu", cpu) for cpu in pod.cpus)
         for container in pod.containers:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -224,6 +223,5 @@ def signature(path: Path) -> Signature | None:
         found = os.stat(path)
     except OSError:
         return None
-    # A socket's times change when it is used on some file systems; its inode does not.
-    time_ns = 0 if stat.S_ISSOCK(found.st_mode) else found.st_mtime_ns
-    return found.st_dev, found.st_ino, found.st_size, time_ns
+    # An inode is soon used again, for the next kubelet's socket say, so its time of change counts.
+    return found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns

@@ -1,0 +1,288 @@
+"""A real kubelet's managers, our plugin, our publisher, a real API server: the whole line."""
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from plugin.life import DevicePlugin, Options
+from rte.agent import Agent, Kubelet, Pace, Reason, Sources
+from rte.graph.build import build
+from rte.graph.groups import groups
+from rte.kubelet import usage
+from rte.kubelet.policy import read_policy
+from rte.model import CpuId, DeviceUse, NumaId, NumaNode, Observation, PodFacts, PodName
+from rte.publish.access import Access
+from rte.publish.apply import ApiServer
+from rte.publish.nrt import nrt
+from rte.publish.publisher import ApiSink
+from rte.sources.recorded import read_recorded
+from tests.machines.description import FOLDER
+from tests.real_apiserver import ApiServer as RealApiServer
+from tests.real_kubelet import Kubelet as RealKubelet
+from tests.real_kubelet import numa_nodes, pod
+from tests.recount import GPU, Zones, gpu_nodes, published, recount
+
+CRD = Path(__file__).parents[1] / "crds" / "noderesourcetopology" / "crd.yaml"
+PATH = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/"
+RECORDED = FOLDER / "pcie-a100-pairs"
+STATIC = {
+    "topologyManagerPolicy": "single-numa-node",
+    "cpuManagerPolicy": "static",
+    "cpuManagerPolicyOptions": {"full-pcpus-only": "true"},
+    "memoryManagerPolicy": "Static",
+}
+# As in use, but without waiting for bursts: 200 steps are one burst.
+BRISK = Pace(poll_s=60, settle_s=0.005, quiet_s=0.01, burst_s=0.02, echo_s=0)
+NUMBERS = itertools.count()
+
+StartKubelet = Callable[..., RealKubelet]
+
+
+class Node:
+    """One node, end to end."""
+
+    def __init__(self, kubelet: RealKubelet, real: RealApiServer, pace: Pace) -> None:
+        self.name = f"published-{next(NUMBERS)}"
+        self.kubelet = kubelet
+        self.real = real
+        self.alive: dict[str, str] = {}  # name → UID of the pods that run
+        real.create_node(self.name)
+        self.machine = replace(
+            read_recorded(RECORDED), numa_nodes=tuple(map(numa_node, kubelet.machine))
+        )
+        self.graph = build(self.machine)
+        self.gpus = gpu_nodes(RECORDED)
+        self.api = ApiServer(Access(server=real.url, ca_file=real.ca, token=real.token))
+        self.channel = usage.channel(kubelet.pod_resources)
+        self.agent = Agent(
+            kubelet=Kubelet(
+                channel=self.channel,
+                root=kubelet.root,
+                plugin_dir=kubelet.plugin_dir,
+                pod_resources_socket=kubelet.pod_resources,
+            ),
+            hardware=SimpleNamespace(latest=SimpleNamespace(machine=self.machine, faults={})),
+            sources=Sources(
+                policy=lambda: read_policy(kubelet.root / "config.yaml"), pods=self.facts
+            ),
+            compose=self.compose,
+            sink=ApiSink(self.api, node=self.name, takeover_after_s=180),
+            pace=pace,
+        )
+        self.plugin = DevicePlugin(
+            Options(plugin_dir=kubelet.plugin_dir, pod_resources=kubelet.pod_resources),
+            on_allocate=lambda: self.agent.wake(Reason.ALLOCATE),
+        )
+
+    def start(self) -> None:
+        self.plugin.start()
+        self.plugin.update(self.machine, {})
+        self.kubelet.wait_devices(GPU, len(self.gpus))
+        self.agent.start()
+        self.until_right()
+
+    def stop(self) -> None:
+        self.agent.stop()
+        self.plugin.stop()
+        self.channel.close()
+        self.api.close()
+
+    def compose(self, observation: Observation) -> list[dict[str, Any]]:
+        advertised = self.plugin.resources[GPU].tables.devices.values()
+        return [
+            nrt(
+                observation,
+                self.graph,
+                node_name=self.name,
+                node_uid=None,  # the sink's
+                version="test",
+                groups=groups(self.graph),
+                ours=[DeviceUse(resource=GPU, id=d.id, numa=d.numa) for d in advertised],
+            )
+        ]
+
+    def admit(self, name: str, *containers: dict[str, Any], **more: Any) -> bool:
+        admission = self.kubelet.admit(pod(name, *containers, **more))
+        if admission.admitted:
+            self.alive[name] = admission.uid
+        return admission.admitted
+
+    def facts(self) -> tuple[PodFacts, ...]:
+        """What the watch of this node's pods would say."""
+        return tuple(
+            PodFacts(pod=PodName(namespace="default", name=name), phase="Running", qos="Guaranteed")
+            for name in sorted(self.alive)
+        )
+
+    def remove(self, name: str) -> None:
+        """The pod is gone; the watch of this node's pods says so."""
+        self.kubelet.remove(name)
+        self.alive.pop(name, None)
+        self.agent.wake(Reason.PODS)
+
+    def expected(self) -> Zones:
+        return recount(self.kubelet.root, self.kubelet.machine, self.gpus, set(self.alive.values()))
+
+    def body(self) -> dict[str, Any]:
+        answer = self.real.request("GET", PATH + self.name)
+        return answer.body if answer.status == 200 else {"zones": []}
+
+    def until_right(self, within_s: float = 4) -> float:
+        """How long it took until the object in the API server is what the recount says."""
+        start = time.monotonic()
+        while published(self.body()) != self.expected():
+            if time.monotonic() > start + within_s:
+                assert published(self.body()) == self.expected(), self.agent.problems.current()
+            time.sleep(0.002)
+        return time.monotonic() - start
+
+    def writes(self) -> int:
+        outcomes = self.agent.counts.outcomes
+        return sum(n for (_, wrote), n in outcomes.items() if wrote not in ("unchanged", "held"))
+
+
+def numa_node(node: Mapping[str, Any]) -> NumaNode:
+    """A NUMA node of the kubelet's machine, as our discovery would read it."""
+    return NumaNode(
+        id=NumaId(node["id"]),
+        cpus=tuple(sorted(CpuId(cpu) for core in node["cores"] for cpu in core)),
+        memory_bytes=int(node["memory"].removesuffix("Gi")) << 30,
+        huge_pages={2 << 20: node["hugepages"]["2Mi"]},
+        distance={NumaId(i): value for i, value in enumerate(node["distances"])},
+    )
+
+
+@pytest.fixture
+def start(kubelet: StartKubelet, apiserver: RealApiServer) -> Iterator[Callable[[Pace], Node]]:
+    apiserver.apply_files(CRD)
+    nodes: list[Node] = []
+
+    def start(pace: Pace) -> Node:
+        machine = numa_nodes(cpus=32, memory="64Gi", hugepages={"2Mi": 1024})
+        node = Node(kubelet(STATIC, machine=machine), apiserver, pace)
+        nodes.append(node)
+        node.start()
+        return node
+
+    yield start
+    for node in nodes:
+        node.stop()
+
+
+def test_an_admission_is_in_the_api_server_within_a_second(
+    start: Callable[[Pace], Node],
+) -> None:
+    node = start(Pace(echo_s=0.2, poll_s=60))
+    time.sleep(0.3)  # a quiet time
+    before = node.writes()
+    assert node.admit("a", {GPU: 2, "cpu": 4, "memory": "8Gi"})
+    assert node.until_right() < 1
+    assert node.writes() - before <= 2
+    free = [zone[GPU].available for zone in published(node.body()).values()]
+    assert sorted(free) == [2, 4]
+
+    time.sleep(0.3)
+    before = node.writes()
+    node.remove("a")
+    assert node.until_right() < 1
+    assert node.agent.counts.outcomes["NodeResourceTopology", "echo"] == 0
+    until(lambda: node.body()["attributes"][-1] == {"name": "rteEcho", "value": "1"})
+    time.sleep(0.4)
+    assert node.agent.counts.outcomes["NodeResourceTopology", "echo"] == 1
+    assert node.writes() - before <= 3
+    owner = node.body()["metadata"]["ownerReferences"][0]
+    assert (owner["kind"], owner["name"]) == ("Node", node.name)
+
+
+def test_a_kubelet_restart_writes_nothing_and_loses_nothing(
+    start: Callable[[Pace], Node],
+) -> None:
+    node = start(BRISK)
+    assert node.admit("a", {GPU: 2, "cpu": 4, "memory": "8Gi"})
+    assert node.admit("b", {GPU: 4})
+    node.until_right()
+    before = node.writes(), node.body()
+    assert all(admission.admitted for admission in node.kubelet.restart())
+    node.kubelet.wait_devices(GPU, len(node.gpus))
+    until(lambda: node.agent.counts.looks["kubelet-restart"] > 0)
+    until(lambda: not node.agent.problems.current())
+    node.until_right()
+    time.sleep(0.5)
+    assert (node.writes(), node.body()) == before
+
+
+def test_a_changed_policy_is_published_when_the_kubelet_has_restarted(
+    start: Callable[[Pace], Node],
+) -> None:
+    node = start(BRISK)
+    config = yaml.safe_load((node.kubelet.root / "config.yaml").read_text())
+    node.kubelet.configure({**config, "topologyManagerPolicy": "restricted"})
+    node.agent.wake(Reason.KUBELET_CONFIGURATION)
+    until(lambda: node.agent.counts.looks["kubelet-configuration"] > 0)
+    assert attribute(node, "topologyManagerPolicy") == "single-numa-node"
+    node.kubelet.restart()
+    until(lambda: attribute(node, "topologyManagerPolicy") == "restricted")
+
+
+def attribute(node: Node, name: str) -> str:
+    (value,) = (a["value"] for a in node.body()["attributes"] if a["name"] == name)
+    return str(value)
+
+
+def test_the_object_equals_a_recount_after_each_of_200_steps(
+    start: Callable[[Pace], Node],
+) -> None:
+    node = start(BRISK)
+    chance = random.Random(20261129)
+    admitted = rejected = removed = 0
+    for step in range(200):
+        if step == 100:
+            held = dict(node.alive)
+            assert {a.name for a in node.kubelet.restart() if a.admitted} == set(held)
+            node.kubelet.wait_devices(GPU, len(node.gpus))
+            node.until_right()
+        if node.alive and chance.random() < len(node.alive) / 12:
+            node.remove(chance.choice(sorted(node.alive)))
+            removed += 1
+        elif node.admit(f"p{step}", *containers(chance)):
+            admitted += 1
+        else:
+            rejected += 1
+            node.remove(f"p{step}")
+        node.until_right()
+    assert admitted > 60, (admitted, rejected, removed)
+    assert rejected > 10, (admitted, rejected, removed)
+    assert removed > 60, (admitted, rejected, removed)
+    assert node.agent.problems.current() == {}
+
+
+def containers(chance: random.Random) -> list[dict[str, Any]]:
+    """One or two containers of a pod, with or without GPUs, exclusive CPUs and bound memory."""
+
+    def container() -> dict[str, Any]:
+        wanted: dict[str, Any] = {}
+        if chance.random() < 0.7:
+            wanted[GPU] = chance.choice([1, 1, 2, 2, 3, 4, 5])
+        if chance.random() < 0.7:
+            wanted["cpu"] = chance.choice([2, 2, 4, 8, "500m"])
+            wanted["memory"] = chance.choice(["1Gi", "3Gi", "10Gi"])
+            if chance.random() < 0.3:
+                wanted["hugepages-2Mi"] = chance.choice(["64Mi", "512Mi"])
+        return wanted
+
+    return [container() for _ in range(chance.choice([1, 1, 1, 2]))]
+
+
+def until(holds: Callable[[], bool], within_s: float = 10) -> None:
+    end = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
