@@ -14,6 +14,7 @@ from typing import NewType, TypeVar
 
 import msgspec
 
+from rte.kubelet.policy import parse_cpus
 from rte.model import CpuId, DeviceId, MemoryBlock, NumaId
 
 T = TypeVar("T")
@@ -134,26 +135,12 @@ def read_cpus(path: Path) -> dict[Holder, frozenset[CpuId]]:
     try:
         for pod, containers in (state.entries or {}).items():
             for container, cpus in containers.items():
-                held[PodUid(pod), container] = parse_cpus(cpus)
+                held[PodUid(pod), container] = frozenset(parse_cpus(cpus))
         for pod, whole in (state.podEntries or {}).items():
-            held[PodUid(pod), ""] = parse_cpus(whole.cpuSet)
+            held[PodUid(pod), ""] = frozenset(parse_cpus(whole.cpuSet))
     except ValueError as error:
         raise StateFileError(path, str(error)) from error
     return {holder: cpus for holder, cpus in held.items() if cpus}
-
-
-def parse_cpus(text: str) -> frozenset[CpuId]:
-    """The CPUs of a list such as `0-3,8`. Raises ValueError."""
-    cpus: set[CpuId] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"expected a CPU list, read {text!r}")
-        low, high = int(first), int(last or first)
-        if not low <= high < 1 << 16:
-            raise ValueError(f"expected an ascending CPU list below 65536, read {text!r}")
-        cpus.update(map(CpuId, range(low, high + 1)))
-    return frozenset(cpus)
 
 
 # The Memory Manager's state
