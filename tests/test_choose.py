@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rte.graph.build import Graph, build
 from rte.graph.choose import Choice, Preference, choose
-from rte.model import Fabric, FabricState, Level, LinkPeer, Machine, NvLinkEnd
+from rte.model import Fabric, FabricState, Level, LinkPeer, Machine, NumaId, NvLinkEnd
 from tests.brute import FIELDS, Brute
 from tests.graphs import meshed, random_machine, with_nics
 
@@ -330,6 +330,32 @@ def test_numa_counts_where_all_relations_are_equal() -> None:
     graph = build(replace(machine, levels=dict.fromkeys(pairs, Level.SYS)))
     chosen = choose(graph, available=["GPU-3", "GPU-4", "GPU-6", "GPU-7"], size=3, explain=True)
     assert (chosen.chosen, chosen.decided_by) == (("GPU-4", "GPU-6", "GPU-7"), "numa_spread")
+
+
+def test_fewer_numa_nodes_beat_smaller_distances() -> None:
+    """0 and 1 share a node that is far from the others, which have nodes near each other."""
+    machine = meshed(5, sockets=4)
+    home = [NumaId(node) for node in (0, 0, 1, 2, 3)]
+    machine = replace(
+        machine,
+        numa_nodes=tuple(
+            replace(
+                node,
+                distance={
+                    other: 10 if other == node.id else 40 if 0 in (other, node.id) else 12
+                    for other in home
+                },
+            )
+            for node in machine.numa_nodes
+        ),
+        pci=tuple(replace(d, numa=home[i]) for i, d in enumerate(machine.pci)),
+        levels=dict.fromkeys(permutations((gpu.pci for gpu in machine.gpus), 2), Level.SYS),
+    )
+    graph = build(machine)
+    choice = choose(graph, available=graph.ids, size=3)
+    assert choice.preference is not None
+    assert choice.preference.numa_spread == (-2, -(10 + 40 + 40))
+    assert choice.chosen == ("GPU-0", "GPU-1", "GPU-2")
 
 
 def test_small_requests_keep_a_socket_whole() -> None:

@@ -155,9 +155,8 @@ def build(
                 numa[i],
                 distance[i][i],
                 suspect >> i & 1,
+                # A switch of its own, with its NICs, makes no difference: choose() looks at those.
                 [s.gpus for s in switches if s.gpus >> i & 1],
-                # A switch of its own makes no difference here: choose() looks at its free NICs.
-                next((b.gpus for b in switch_nics if b.gpus >> i & 1 and b.gpus != 1 << i), 0),
             )
             for i in everyone
         ],
