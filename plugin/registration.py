@@ -67,7 +67,6 @@ class Registration:
         self._stopping = threading.Event()
         self._again: str | None = None
         self._said: str | None = None
-        self._call: grpc.Future[api.Empty] | None = None
         self._thread = threading.Thread(
             target=self.run, name=f"register {resource.name}", daemon=True
         )
@@ -82,8 +81,6 @@ class Registration:
         """Returns at once; `stop` waits for the end."""
         self._stopping.set()
         self._wake.set()
-        if (call := self._call) is not None:
-            call.cancel()
 
     def stop(self) -> None:
         """Returns when the server has ended and its socket is gone."""
@@ -129,7 +126,7 @@ class Registration:
             return "stopped"
         self._again = None
         with self._serving() as own:
-            self._register()
+            self._register(kubelet, own)
             self.kubelet_seen = kubelet
             self.registered_at = time.monotonic()
             self.resource.counters.registrations += 1
@@ -200,36 +197,41 @@ class Registration:
             pool.shutdown(wait=False)
             temporary.unlink(missing_ok=True)
 
-    def _register(self) -> None:
+    def _register(self, kubelet: Signature, own: Signature) -> None:
         request = api.RegisterRequest(
             version=VERSION,
             endpoint=self.socket.name,
             resource_name=self.resource.name,
             options=OPTIONS,
         )
-        with channel(self.kubelet) as kubelet:
-            call = rpc.RegistrationStub(kubelet).Register.future(request, timeout=REGISTER_S)
-            self._call = call
-            try:
-                if self._stopping.is_set():
+        with channel(self.kubelet) as dialled:
+            call = rpc.RegistrationStub(dialled).Register.future(request, timeout=REGISTER_S)
+            call.add_done_callback(lambda _: self._wake.set())
+            while not call.done():
+                self._wait(CHECK_S)
+                reason = self._reason(kubelet, own)
+                if reason is not None and not call.done():
+                    # A kubelet that starts removes our socket, and then dials it for 10 s.
                     call.cancel()
-                call.result()
-            except grpc.FutureCancelledError as error:
-                raise KubeletError("Register", "stopped meanwhile") from error
-            finally:
-                self._call = None
+                    raise KubeletError("Register", f"given up: {reason}")
+            call.result()
 
     def _stay(self, kubelet: Signature, own: Signature) -> str:
-        while True:
+        while (reason := self._reason(kubelet, own)) is None:
             self._wait(CHECK_S)
-            if self._stopping.is_set():
-                return "stopped"
-            if self._again is not None:
-                return self._again
-            if signature(self.socket) != own:
-                return f"{self.socket.name} was removed (a kubelet that starts does that)"
-            if signature(self.kubelet) not in (None, kubelet):
-                return "the kubelet was restarted"
+        return reason
+
+    def _reason(self, kubelet: Signature, own: Signature) -> str | None:
+        """Why to begin again, if there is a reason."""
+        if self._stopping.is_set():
+            return "stopped"
+        if self._again is not None:
+            return self._again
+        if signature(self.socket) != own:
+            return f"{self.socket.name} was removed (a kubelet that starts does that)"
+        if signature(self.kubelet) not in (None, kubelet):
+            return "the kubelet was restarted"
+        return None
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
