@@ -101,6 +101,8 @@ class Registration:
                 try:
                     why = self.run_once()
                 except (OSError, RuntimeError, KubeletError, grpc.RpcError) as error:
+                    if self._stopping.is_set():
+                        break
                     self.resource.counters.registrations_failed += 1
                     self._say(logging.WARNING, f"not registered: {_problem(error)}")
                     if _is_burnt(error):

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any
 
 import grpc
@@ -213,6 +214,20 @@ def test_a_kubelet_restart_loses_nothing_and_registers_within_a_second(run: Run)
     after = node.gpus(node.admit("after", {GPU: 2}))
     assert not set(before) & set(after)
     assert sorted(before + after) == [0, 1, 2, 3]
+
+
+def test_a_kubelet_restart_at_any_moment_of_a_registration_is_got_over(run: Run) -> None:
+    node = run("pcie-a100-pairs")
+    dice = Random(1)
+    for _ in range(12):
+        node.plugin.stop()
+        node = Node(node.kubelet, node.name)
+        time.sleep(dice.uniform(0, 0.02))  # serving takes 5 ms, Register 5 more
+        node.kubelet.restart()
+        began = time.monotonic()
+        node.ready()
+        assert time.monotonic() - began < 1
+    node.plugin.stop()
 
 
 def test_a_kubelet_that_crashed_is_found_again(run: Run) -> None:
