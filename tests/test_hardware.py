@@ -59,10 +59,13 @@ class Site:
         return self.heard.get(timeout=PATIENCE_S)
 
     def look(self) -> None:
-        """Waits for a whole look that began after this."""
-        # The next one; it has ended when one more begins.
-        looks = self.hardware.looks + 2
-        until(lambda: self.hardware.wake() or self.hardware.looks >= looks)
+        """Waits for a whole look that began after this: it has ended when one more begins."""
+        self.wake_after(self.hardware.looks)
+        self.wake_after(self.hardware.looks)
+
+    def wake_after(self, looks: int) -> None:
+        self.hardware.wake()
+        until(lambda: self.hardware.looks > looks)
 
     @property
     def gpu_addresses(self) -> list[PciAddress]:
@@ -124,6 +127,10 @@ def test_looking_again_at_the_same_tells_nobody(make: Make) -> None:
     assert latest is not None
     assert latest.taken_monotonic > first.taken_monotonic
     assert site.heard.empty()
+    looks = site.hardware.looks
+    time.sleep(0.6)
+    assert site.hardware.looks <= looks + 1  # and it does not look for nothing
+    latest = site.hardware.latest
     late: list[Snapshot] = []
     site.hardware.subscribe(late.append)
     assert late == [latest]
