@@ -473,13 +473,17 @@ def values(titles: Sequence[str], tail: str) -> Mapping[str, str]:
     if "\t" in tail:
         fields = [part.strip() for part in tail.strip(" ").split("\t")]
         fields = fields[1:] if not fields[0] else fields
-        if len(fields) > len(titles) and len(titles) == 3 and not fields[2]:
-            fields.pop(2)  # NUMA Affinity is two tab stops wide
+        # The widest title is two tab stops wide: NUMA Affinity, or CPU Affinity before GPU NUMA ID.
+        if len(fields) > len(titles) and len(titles) > 1 and not fields[len(titles) - 1]:
+            fields.pop(len(titles) - 1)
         return dict(zip(titles, fields, strict=False))
-    words = tail.split()
-    if len(words) == len(titles) - 1 and titles[0] == "CPUAffinity":
+    words = re.findall(r"N/A|[^\sN]+", tail)
+    if len(words) == len(titles):
+        return dict(zip(titles, words, strict=True))
+    # The list is empty where the process may use none of these CPUs, or glued to its neighbour.
+    if len(words) == len(titles) - 1 and re.fullmatch(r"[0-9]+|N/A", words[0]):
         return dict(zip(titles[1:], words, strict=True))
-    return dict(zip(titles, words, strict=True)) if len(words) == len(titles) else {}
+    return {}
 
 
 # What stands around the matrix
@@ -760,7 +764,7 @@ def unknown(matrix: Matrix) -> Iterator[str]:
         yield f"NUMA node of {several}: the matrix names more than one"
     nowhere = [g for g in matrix.gpus if g not in matrix.numa and g not in matrix.vague]
     if nowhere:
-        yield f"NUMA node of {spoken(nowhere)}: the matrix has none in its column"
+        yield f"NUMA node of {spoken(nowhere)}: the matrix says none that can be read"
     uneven = [
         f"{a}-{b}"
         for a, b in combinations(matrix.names, 2)
