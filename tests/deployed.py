@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Iterable
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -15,15 +16,16 @@ DEPLOY = ROOT / "deploy"
 
 
 @cache
-def rendered(program: Path, folder: Path) -> str:
+def rendered(program: Path, folder: Path) -> tuple[Json, ...]:
     done = subprocess.run([program, folder], capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
-    return done.stdout
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return tuple(yaml.load_all(done.stdout, loader))
 
 
 def render(program: Path, folder: Path) -> list[Json]:
-    """The objects of a folder in the order in which kubectl sends them."""
-    return list(yaml.safe_load_all(rendered(program, folder)))
+    """The objects of a folder in the order in which kubectl sends them; they may be changed."""
+    return deepcopy(list(rendered(program, folder)))
 
 
 def of_kind(objects: Iterable[Json], kind: str) -> list[Json]:
@@ -55,19 +57,15 @@ class Cluster(NamedTuple):
     apiserver: ApiServer
     objects: list[Json]
 
-    @property
-    def daemon_set(self) -> Json:
-        return of_kind(self.objects, "DaemonSet")[0]
-
-    def token(self, pod: str, *, node: str | None) -> str:
+    def token(self, daemon_set: Json, pod: str, *, node: str | None) -> str:
         """The token that a new pod of the DaemonSet would find; the pod is bound to the node."""
-        template = self.daemon_set["spec"]["template"]
+        template = daemon_set["spec"]["template"]
         spec = {**template["spec"], **({"nodeName": node} if node else {})}
         metadata = {**template["metadata"], "name": pod, "namespace": "rte"}
         manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
         collection = self.apiserver.path(manifest).rsplit("/", 1)[0]
         made = self.apiserver.create(f"{collection}?fieldValidation=Strict", manifest)
-        return self.apiserver.create_token("rte", "rte", pod=made)
+        return self.apiserver.create_token("rte", spec["serviceAccountName"], pod=made)
 
 
 def deploy(apiserver: ApiServer, program: Path) -> Cluster:

@@ -336,13 +336,14 @@ class Agent(NamedTuple):
 @pytest.fixture(scope="module")
 def agent(apiserver: ApiServer, go_program: GoProgram) -> Agent:
     cluster = deploy(apiserver, go_program("kustomize"))
+    (daemon_set,) = of_kind(cluster.objects, "DaemonSet")
     for name in ("deploy-here", "deploy-there"):
         apiserver.create_node(name)
     return Agent(
         node="deploy-here",
         other_node="deploy-there",
-        token=cluster.token("rte-here", node="deploy-here"),
-        token_without_node=cluster.token("rte-nowhere", node=None),
+        token=cluster.token(daemon_set, "rte-here", node="deploy-here"),
+        token_without_node=cluster.token(daemon_set, "rte-nowhere", node=None),
     )
 
 

@@ -4,12 +4,14 @@ managers, NVML over the fake library; and what happens when a right is missing."
 import itertools
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,13 +22,22 @@ import yaml
 
 from rte.sources.recorded import unpack
 from tests.conftest import GoProgram, StartKubelet
-from tests.deployed import DEPLOY, Cluster, apply_strictly, config_text, deploy, of_kind
+from tests.deployed import (
+    DEPLOY,
+    ROOT,
+    Cluster,
+    apply_strictly,
+    config_text,
+    deploy,
+    of_kind,
+    render,
+)
 from tests.fake_nvml import Driver
 from tests.machines.description import FOLDER
 from tests.real_apiserver import ApiServer, Json
 from tests.real_kubelet import Kubelet, numa_nodes, pod
 
-RECORDED = FOLDER / "hgx-h100-oci"
+RECORDED = "hgx-h100-oci"
 GPU = "nvidia.com/gpu"
 NRT = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies"
 NUMBERS = itertools.count()
@@ -48,72 +59,96 @@ def cluster(apiserver: ApiServer, go_program: GoProgram) -> Cluster:
 
 
 @pytest.fixture(scope="module")
-def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """/sys and /proc of the recorded machine."""
-    root = tmp_path_factory.mktemp("machine")
-    unpack(RECORDED / "sys.txt", root)
-    return root
+def trees(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """/sys and /proc of a recorded machine."""
+
+    @cache
+    def tree(name: str) -> Path:
+        root = tmp_path_factory.mktemp(name)
+        unpack(FOLDER / name / "sys.txt", root)
+        return root
+
+    return tree
 
 
 class Daemon:
-    """One process of the base's container, on a node of its own."""
+    """One process: the container of a rendered DaemonSet, on a node of the test."""
 
-    def __init__(self, cluster: Cluster, kubelet: Kubelet, machine: Path, folder: Path) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        objects: list[Json],
+        name: str,
+        *,
+        kubelet: Kubelet,
+        node: str,
+        tree: Path,
+        driver: Driver,
+        folder: Path,
+    ) -> None:
+        (self.daemon_set,) = (
+            each for each in of_kind(objects, "DaemonSet") if each["metadata"]["name"] == name
+        )
+        (self.container,) = self.daemon_set["spec"]["template"]["spec"]["containers"]
+        self.config: Json = yaml.safe_load(config_text(objects, self.daemon_set))
         self.cluster = cluster
         self.kubelet = kubelet
-        self.machine = machine
+        self.node = node
+        self.tree = tree
+        self.driver = driver
         self.folder = folder
-        self.node = f"deployed-{next(NUMBERS)}"
-        self.uid = cluster.apiserver.create_node(self.node)["metadata"]["uid"]
-        self.driver = Driver(folder / "nvml", RECORDED)
-        self.secrets = folder / "secrets"
-        self.secrets.mkdir()
-        token = cluster.token(f"rte-{self.node}", node=self.node)
-        (self.secrets / "token").write_text(token)
-        (self.secrets / "ca.crt").write_bytes(cluster.apiserver.ca.read_bytes())
-        self.log_file = folder / "log"
+        self.secrets = folder / f"secrets-{name}"
+        self.log_file = folder / f"log-{name}"
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
         self.http = urllib3.PoolManager(retries=False, timeout=5)
+        self.make_secrets()
 
-    def config(self, port: int) -> Json:
-        """The base's, with the paths and the port of this test."""
-        config: Json = yaml.safe_load(config_text(self.cluster.objects, self.cluster.daemon_set))
-        assert config["kubelet"].pop("configFile") == "/var/lib/kubelet/config.yaml"
-        config["host"] = {
-            "sysfs": str(self.machine / "sys"),
-            "procfs": str(self.machine / "proc"),
-        }
+    def make_secrets(self) -> None:
+        """What the kubelet would project into the pod: nothing where the pod wants nothing."""
+        self.secrets.mkdir()
+        spec = self.daemon_set["spec"]["template"]["spec"]
+        if spec.get("automountServiceAccountToken", True):
+            pod_name = f"{self.daemon_set['metadata']['name']}-{self.node}"
+            token = self.cluster.token(self.daemon_set, pod_name, node=self.node)
+            (self.secrets / "token").write_text(token)
+            (self.secrets / "ca.crt").write_bytes(self.cluster.apiserver.ca.read_bytes())
+
+    def write_config(self, port: int) -> Path:
+        """The pod's own, with the paths and the port of this test."""
+        config = self.config
+        assert config["kubelet"]["configFile"] == "/var/lib/kubelet/config.yaml"
+        config["host"] = {"sysfs": str(self.tree / "sys"), "procfs": str(self.tree / "proc")}
         config["kubelet"] |= {
             "rootDir": str(self.kubelet.root),
             "configFile": str(self.kubelet.root / "config.yaml"),
         }
         config["http"] = {"address": "127.0.0.1", "port": port}
-        return config
+        file = self.folder / f"{self.daemon_set['metadata']['name']}.yaml"
+        file.write_text(yaml.safe_dump(config))
+        return file
 
-    def start(self, *, config: Callable[[Json], None] = lambda _: None) -> "Daemon":
+    def start(self, **environment: str) -> "Daemon":
+        """Starts it with the container's arguments and variables, and these."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        settings = self.config(port)
-        config(settings)
-        file = self.folder / "rte.yaml"
-        file.write_text(yaml.safe_dump(settings))
-        template = self.cluster.daemon_set["spec"]["template"]["spec"]["containers"][0]
-        role, option, _ = template["args"]
+        role, option, _ = self.container["args"]
+        file = self.write_config(port)
+        command = [sys.executable, "-c", LAUNCHER, str(self.secrets), role, option, str(file)]
         server = urlsplit(self.cluster.apiserver.url)
-        environment = {
+        variables = {
             "PATH": os.environ["PATH"],
             "PYTHONWARNINGS": "error",
             "NODE_NAME": self.node,
             "KUBERNETES_SERVICE_HOST": str(server.hostname),
             "KUBERNETES_SERVICE_PORT": str(server.port),
-            **{v["name"]: v["value"] for v in template["env"] if "value" in v},
+            **{v["name"]: v["value"] for v in self.container["env"] if "value" in v},
             **self.driver.env,
+            **environment,
         }
-        command = [sys.executable, "-c", LAUNCHER, str(self.secrets), role, option, str(file)]
-        with self.log_file.open("ab") as log:
+        with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
-                command, env=environment, cwd=DEPLOY.parent, stdout=log, stderr=log
+                command, env=variables, cwd=ROOT, stdout=log, stderr=log
             )
         return self
 
@@ -181,21 +216,54 @@ def free_port() -> int:
         return port
 
 
+StartDaemon = Callable[..., Daemon]
+
+
 @pytest.fixture
-def daemon(
-    cluster: Cluster, kubelet: StartKubelet, machine: Path, tmp_path: Path
-) -> Iterator[Daemon]:
-    """Not yet started; its kubelet has the recorded machine's CPUs and the sample's policies."""
-    sample = {
+def daemons(
+    cluster: Cluster,
+    go_program: GoProgram,
+    kubelet: StartKubelet,
+    trees: Callable[[str], Path],
+    tmp_path: Path,
+) -> Iterator[StartDaemon]:
+    """Makes the daemons of one node, not yet started.
+
+    Its kubelet has the CPUs of the recorded machine and the policies of the sample.
+    """
+    node = f"deployed-{next(NUMBERS)}"
+    cluster.apiserver.create_node(node)
+    policies = {
         "topologyManagerPolicy": "single-numa-node",
         "cpuManagerPolicy": "static",
         "cpuManagerPolicyOptions": {"full-pcpus-only": "true"},
         "memoryManagerPolicy": "Static",
     }
-    k = kubelet(sample, machine=numa_nodes(cpus=112, memory="1Ti"))
-    made = Daemon(cluster, k, machine, tmp_path)
-    yield made
-    made.end()
+    k = kubelet(policies, machine=numa_nodes(cpus=112, memory="1Ti"))
+    made: list[Daemon] = []
+
+    def make(folder: str = "base", name: str = "rte", *, recorded: str = RECORDED) -> Daemon:
+        daemon = Daemon(
+            cluster,
+            render(go_program("kustomize"), DEPLOY / folder),
+            name,
+            kubelet=k,
+            node=node,
+            tree=trees(recorded),
+            driver=Driver(tmp_path / "nvml", FOLDER / recorded),
+            folder=tmp_path,
+        )
+        made.append(daemon)
+        return daemon
+
+    yield make
+    for daemon in made:
+        daemon.end()
+
+
+@pytest.fixture
+def daemon(daemons: StartDaemon) -> Daemon:
+    return daemons()
 
 
 def test_with_exactly_its_token_it_does_all_of_its_work(daemon: Daemon) -> None:
@@ -207,15 +275,16 @@ def test_with_exactly_its_token_it_does_all_of_its_work(daemon: Daemon) -> None:
     nrt = daemon.nrt()
     assert nrt is not None
     (owner,) = nrt["metadata"]["ownerReferences"]
-    assert (owner["kind"], owner["name"], owner["uid"]) == ("Node", daemon.node, daemon.uid)
+    uid = daemon.cluster.apiserver.get(f"/api/v1/nodes/{daemon.node}")["metadata"]["uid"]
+    assert (owner["kind"], owner["name"], owner["uid"]) == ("Node", daemon.node, uid)
     attributes = {each["name"]: each["value"] for each in nrt["attributes"]}
     assert attributes["topologyManagerPolicy"] == "single-numa-node"
 
-    wants = {GPU: 4, "cpu": 16, "memory": "32Gi"}
-    admission = daemon.kubelet.admit(pod("training", wants))
+    admission = daemon.kubelet.admit(pod("training", {GPU: 4, "cpu": 16, "memory": "32Gi"}))
     assert admission.admitted, admission.message
     daemon.until(lambda: sorted(daemon.free_gpus()) == [0, 4], "the pod's GPUs are taken")
     assert re.search(r"^rte_\w+ ", daemon.get("/metrics")[1], re.MULTILINE)
+    assert "forbidden" not in daemon.log(), "its rights suffice"
 
     assert daemon.end() == 0
     assert sockets(daemon) == {"kubelet.sock"}
@@ -229,7 +298,7 @@ def test_the_fabric_is_written_once_and_belongs_to_the_node(daemon: Daemon) -> N
     daemon.until(lambda: request("GET", path).status == 200, "the GPUFabric")
     fabric = request("GET", path).body
     (owner,) = fabric["metadata"]["ownerReferences"]
-    assert (owner["kind"], owner["uid"]) == ("Node", daemon.uid)
+    assert (owner["kind"], owner["name"]) == ("Node", daemon.node)
     daemon.until(daemon.is_ready, "ready")
     daemon.kubelet.admit(pod("training", {GPU: 2}))
     daemon.until(lambda: sorted(daemon.free_gpus()) == [2, 4], "the pod's GPUs are taken")
@@ -250,6 +319,60 @@ def fabric_path(cluster: Cluster) -> str:
     spec = crd["spec"]
     version = next(v["name"] for v in spec["versions"] if v["storage"])
     return f"/apis/{spec['group']}/{version}/{spec['names']['plural']}"
+
+
+# The overlays
+
+
+def test_two_processes_do_the_same_work_and_the_plugin_has_no_token(daemons: StartDaemon) -> None:
+    publisher = daemons("overlays/two-processes").start()
+    plugin = daemons("overlays/two-processes", "rte-plugin").start()
+    assert not list(plugin.secrets.iterdir())
+    publisher.until(publisher.is_ready, "the publisher is ready")
+    plugin.until(plugin.is_ready, "the plugin is ready")
+    publisher.until(lambda: publisher.free_gpus() == [4, 4], "the plugin's GPUs are in the zones")
+    admission = plugin.kubelet.admit(pod("training", {GPU: 4}))
+    assert admission.admitted, admission.message
+    publisher.until(lambda: sorted(publisher.free_gpus()) == [0, 4], "the pod's GPUs are taken")
+    # Each goes without the other noticing.
+    assert publisher.end() == 0
+    assert plugin.is_ready()
+
+
+def test_a_mounted_driver_is_found_below_its_root(daemons: StartDaemon, tmp_path: Path) -> None:
+    daemon = daemons("overlays/mounted-driver")
+    library = daemon.driver.library.library_dir / "libnvidia-ml.so.1"
+    folder = tmp_path / "driver-root" / "usr" / "lib64"
+    folder.mkdir(parents=True)
+    shutil.copy(library, folder)
+    daemon.start(CONTAINER_DRIVER_ROOT=str(tmp_path / "driver-root"), LD_LIBRARY_PATH="")
+    daemon.until(daemon.is_ready, "ready")
+    daemon.kubelet.wait_devices(GPU, 8)
+
+
+def test_mig_slices_are_resources_of_their_own(daemons: StartDaemon) -> None:
+    daemon = daemons("overlays/mig", recorded="mig-half").start()
+    daemon.until(daemon.is_ready, "ready")
+    expected = {
+        GPU: "4",  # the other four are in MIG mode
+        "nvidia.com/mig-1g.10gb": "8",
+        "nvidia.com/mig-1g.10gb.me": "1",
+        "nvidia.com/mig-2g.20gb": "1",
+        "nvidia.com/mig-3g.40gb": "2",
+    }
+    daemon.until(lambda: offered(daemon) == expected, f"{expected}, not {offered(daemon)}")
+
+
+def offered(daemon: Daemon) -> dict[str, str]:
+    """Allocatable GPUs and slices of the node."""
+    allocatable = daemon.kubelet.state().allocatable
+    return {name: count for name, count in allocatable.items() if name.startswith("nvidia.com/")}
+
+
+def test_without_the_pod_watch_it_is_ready_all_the_same(daemons: StartDaemon) -> None:
+    daemon = daemons("overlays/no-pod-watch").start()
+    daemon.until(daemon.is_ready, "ready")
+    assert "cannot" not in daemon.log()
 
 
 # A right that is missing
