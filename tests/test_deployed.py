@@ -99,6 +99,7 @@ class Daemon:
         self.folder = folder
         self.secrets = folder / f"secrets-{name}"
         self.log_file = folder / f"log-{name}"
+        self.config_folder = folder / f"config-{name}"
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
         self.http = urllib3.PoolManager(retries=False, timeout=5)
@@ -124,9 +125,7 @@ class Daemon:
             "configFile": str(self.kubelet.root / "config.yaml"),
         }
         config["http"] = {"address": "127.0.0.1", "port": port}
-        file = self.folder / f"{self.daemon_set['metadata']['name']}.yaml"
-        file.write_text(yaml.safe_dump(config))
-        return file
+        return write_config_map(self.config_folder, yaml.safe_dump(config))
 
     def start(self, **environment: str) -> "Daemon":
         """Starts it with the container's arguments and variables, and these."""
@@ -209,6 +208,24 @@ class Daemon:
         ]
 
 
+def write_config_map(folder: Path, text: str) -> Path:
+    """A ConfigMap's folder as the kubelet writes and changes it: all files at once, by a link."""
+    folder.mkdir(exist_ok=True)
+    version = folder / f"..{next(NUMBERS)}"
+    version.mkdir()
+    (version / "rte.yaml").write_text(text)
+    fresh = folder / "..data_tmp"
+    fresh.symlink_to(version.name)
+    before = (folder / "..data").resolve()
+    fresh.replace(folder / "..data")
+    if before.name.startswith("..") and before != folder / "..data":
+        shutil.rmtree(before)
+    file = folder / "rte.yaml"
+    if not file.is_symlink():
+        file.symlink_to("..data/rte.yaml")
+    return file
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -289,6 +306,20 @@ def test_with_exactly_its_token_it_does_all_of_its_work(daemon: Daemon) -> None:
     assert daemon.end() == 0
     assert sockets(daemon) == {"kubelet.sock"}
     assert daemon.driver.sessions() == 0
+
+
+def test_a_cordon_in_the_config_map_counts_without_a_restart(daemon: Daemon) -> None:
+    daemon.start()
+    daemon.until(daemon.is_ready, "ready")
+    daemon.kubelet.wait_devices(GPU, 8)
+    withheld = {"pci": "0000:0f:00.0", "reason": "to be replaced"}
+    changed = {**daemon.config, "devices": {"withhold": [withheld]}}
+    write_config_map(daemon.config_folder, yaml.safe_dump(changed))
+    daemon.kubelet.wait_devices(GPU, 7)
+    daemon.until(lambda: sorted(daemon.free_gpus()) == [3, 4], "the scheduler is told")
+    write_config_map(daemon.config_folder, yaml.safe_dump(daemon.config))
+    daemon.kubelet.wait_devices(GPU, 8)
+    assert daemon.is_ready()
 
 
 def test_the_fabric_is_written_once_and_belongs_to_the_node(daemon: Daemon) -> None:

@@ -172,6 +172,23 @@ def test_polling_ends_when_inotify_is_to_be_had_again(
     assert sum("looked at every" in record.message for record in caplog.records) == 1
 
 
+def test_a_file_of_a_config_map_is_replaced_behind_its_link(tmp_path: Path) -> None:
+    """The kubelet makes a new folder and points `..data` at it; the file itself stays a link."""
+    for number in (1, 2):
+        (tmp_path / f"..{number}").mkdir()
+        (tmp_path / f"..{number}" / "file").write_text(f"{number}")
+    (tmp_path / "..data").symlink_to("..1")
+    (tmp_path / "file").symlink_to("..data/file")
+    with watching(tmp_path / "file") as (_, woken):
+        (tmp_path / "..data_tmp").symlink_to("..2")
+        (tmp_path / "..data_tmp").rename(tmp_path / "..data")
+        assert woken.next() == tmp_path / "file"
+        woken.drain()
+        (tmp_path / "another").touch()
+        with pytest.raises(queue.Empty):
+            woken.paths.get(timeout=0.1)
+
+
 def test_closing_twice_and_at_once_is_fine(tmp_path: Path) -> None:
     running = watch([tmp_path / "state"], Woken())
     running.close()

@@ -192,6 +192,9 @@ class FileWatch:
                 entry = directory / event.name
                 if entry in self.paths:
                     changed.add(entry)
+                elif any(path.parent == directory and path.is_symlink() for path in self.paths):
+                    # A ConfigMap's files are links through `..data`, which alone is replaced.
+                    changed |= self._differing()
                 rearm = rearm or any(entry in path.parents for path in self.paths)
         return changed, rearm
 
