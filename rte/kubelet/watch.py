@@ -3,7 +3,7 @@
 The only importer of inotify_simple. The kubelet replaces its state files by rename and deletes and
 re-creates its sockets, so directories are watched, not files. A directory that does not exist yet,
 or is replaced, is awaited through its nearest ancestor. Where the kernel gives no inotify (the
-limits of instances or watches are reached) the files are looked at every second instead, which is
+limits of instances or watches are reached) the files are looked at five times a second, which is
 said once, and inotify is asked for again every minute.
 """
 
@@ -21,7 +21,7 @@ from inotify_simple import INotify, flags
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0
+POLL_S = 0.2  # seven stat calls; about 1 s of CPU an hour
 INOTIFY_RETRY_S = 60.0
 
 _CHANGES = (

@@ -1,0 +1,241 @@
+"""The publisher as a process: from state file to API server, bytes a write, memory, idle CPU.
+
+`rte publish` runs on a recorded 8-GPU machine over the fake NVML, beside a PodResources socket
+with 50 pods and a real API server. `python -m tests.bench publish [SECONDS]` (60 by default) says
+how long it idles before its memory is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from rte.sources.recorded import read_recorded, unpack
+from tests.fake_nvml import fake_nvml
+from tests.gobuild import program
+from tests.machines.description import FOLDER
+from tests.pod_resources import GPU, PodResources
+from tests.real_apiserver import ApiServer
+
+CRDS = Path(__file__).parents[2] / "crds"
+MACHINE = "hgx-h100-oci"
+NODE = "bench-node"
+OBJECT = f"/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/{NODE}"
+PODS = 50
+CHANGES = 60
+BURST = 20
+
+
+class Memory(NamedTuple):
+    resident_mib: float
+    anonymous_mib: float
+
+
+class Bench:
+    """One node with its publisher."""
+
+    def __init__(self, server: ApiServer, pods: PodResources, root: Path, process: int) -> None:
+        self.server = server
+        self.pods = pods
+        self.root = root
+        self.process = process
+        self.port = 0
+
+    def hold(self, *gpus: str) -> None:
+        """One more pod with these GPUs beside 50 that hold none, as the kubelet would say it."""
+        idle: dict[str, tuple[str, ...]] = {f"idle-{n}": () for n in range(PODS - 1)}
+        self.pods.pods = {**idle, "worker": gpus}
+        entry = {
+            "PodUID": "uid-worker",
+            "ContainerName": "c",
+            "ResourceName": GPU,
+            "DeviceIDs": {"0": list(gpus)},
+            "AllocResp": "",
+        }
+        data = {"PodDeviceEntries": [entry], "RegisteredDevices": {GPU: list(self.pods.gpus)}}
+        path = self.root / "device-plugins" / "kubelet_internal_checkpoint"
+        temporary = path.with_name(".checkpoint")
+        temporary.write_text(json.dumps({"Data": data, "Checksum": 1}))
+        temporary.rename(path)
+
+    def free(self) -> int | None:
+        """GPUs that the object in the API server says are available."""
+        answer = self.server.request("GET", OBJECT)
+        if answer.status != 200:
+            return None
+        figures = [
+            int(resource["available"])
+            for zone in answer.body["zones"]
+            for resource in zone.get("resources", ())
+            if resource["name"] == GPU
+        ]
+        return sum(figures)
+
+    def until_free(self, count: int, within_s: float = 30) -> float:
+        began = time.perf_counter()
+        while self.free() != count:
+            if time.perf_counter() > began + within_s:
+                raise TimeoutError(f"{count} free GPUs were not published within {within_s} s")
+            time.sleep(0.001)
+        return time.perf_counter() - began
+
+    def metric(self, name: str) -> float:
+        url = f"http://127.0.0.1:{self.port}/metrics"
+        text = urllib.request.urlopen(url, timeout=5).read().decode()
+        values = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        return sum(map(float, values))
+
+
+def memory(process: int) -> Memory:
+    text = Path(f"/proc/{process}/status").read_text()
+    kib = {name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.M)}
+    return Memory(kib["VmRSS"] / 1024, kib["RssAnon"] / 1024)
+
+
+def children(process: int) -> list[int]:
+    path = Path(f"/proc/{process}/task")
+    return [int(c) for task in path.iterdir() for c in (task / "children").read_text().split()]
+
+
+def cpu_s(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def running() -> Iterator[Bench]:
+    with ApiServer(program("apiserver", print)) as server:
+        for crd in sorted(CRDS.glob("*/crd.yaml")):
+            server.apply_files(crd)
+        server.create_node(NODE)
+        folder = Path(tempfile.mkdtemp(prefix="rte-"))
+        try:
+            yield from publishing(server, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def publishing(server: ApiServer, folder: Path) -> Iterator[Bench]:
+    host, root = folder / "host", folder / "kubelet"
+    unpack(FOLDER / MACHINE / "sys.txt", host)
+    (root / "device-plugins").mkdir(parents=True)
+    machine = read_recorded(FOLDER / MACHINE)
+    gpus = {str(gpu.uuid): int(machine.numa_of(gpu.pci) or 0) for gpu in machine.gpus}
+    kubelet = {"topologyManagerPolicy": "single-numa-node", "kind": "KubeletConfiguration"}
+    kubelet["apiVersion"] = "kubelet.config.k8s.io/v1beta1"
+    (root / "config.yaml").write_text(yaml.safe_dump(kubelet))
+    port = free_port()
+    config = {
+        "nodeName": NODE,
+        "host": {"sysfs": str(host / "sys"), "procfs": str(host / "proc")},
+        "kubelet": {"rootDir": str(root), "configFile": str(root / "config.yaml")},
+        "api": {"kubeconfig": str(server.kubeconfig)},
+        "nrt": {"echo": 0},
+        "http": {"address": "127.0.0.1", "port": port},
+    }
+    (folder / "rte.yaml").write_text(yaml.safe_dump(config))
+    with PodResources(root / "pod-resources" / "kubelet.sock", gpus) as pods:
+        command = [sys.executable, "-m", "rte", "publish", "--config", str(folder / "rte.yaml")]
+        environment = {**os.environ, **fake_nvml().env(FOLDER / MACHINE)}
+        with (folder / "log").open("w") as log:
+            process = subprocess.Popen(command, env=environment, stderr=log)
+            bench = Bench(server, pods, root, process.pid)
+            bench.port = port
+            try:
+                bench.hold()
+                bench.until_free(len(gpus))
+                yield bench
+            except TimeoutError:
+                print((folder / "log").read_text()[-3000:], file=sys.stderr)
+                raise
+            finally:
+                process.send_signal(signal.SIGTERM)
+                process.wait(20)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def latencies_ms(bench: Bench) -> list[float]:
+    """From the rename of the checkpoint to a GET that shows it, each after a quiet time."""
+    gpus = list(bench.pods.gpus)
+    took = []
+    for number in range(CHANGES):
+        time.sleep(0.4)
+        held = gpus[: 1 + number % 4]
+        bench.hold(*held)
+        took.append(1000 * bench.until_free(len(gpus) - len(held)))
+    return sorted(took)
+
+
+def burst(bench: Bench) -> tuple[float, float]:
+    """20 changes in a second: writes, and ms from the last change to the right object."""
+    gpus = list(bench.pods.gpus)
+    before = writes(bench)
+    began = time.perf_counter()
+    for number in range(BURST):
+        time.sleep(max(0.0, began + number / BURST - time.perf_counter()))
+        held = gpus[: 1 + number % 7]
+        bench.hold(*held)
+    settled = 1000 * bench.until_free(len(gpus) - len(held))
+    return writes(bench) - before, settled
+
+
+def writes(bench: Bench) -> float:
+    return bench.metric("rte_writes_total")
+
+
+def main(arguments: Sequence[str]) -> None:
+    idle_s = float(arguments[0]) if arguments else 60.0
+    with running() as bench:
+        before = writes(bench), bench.metric("rte_written_bytes_total")
+        took = latencies_ms(bench)
+        written = writes(bench) - before[0]
+        size = (bench.metric("rte_written_bytes_total") - before[1]) / written
+        many, settled = burst(bench)
+        row = "{:<44} {:>9}".format
+        print(row("state file → readable in the API server", "ms"))
+        if bench.metric("rte_files_polled"):
+            print("  the kernel gave no inotify instance: the files were polled every second")
+        print(row("  median", f"{took[len(took) // 2]:.1f}"))
+        print(row("  longest of " + str(len(took)), f"{took[-1]:.1f}"))
+        print(row("bytes a write (patch)", f"{size:.0f}"))
+        print(row(f"{BURST} changes in a second: writes", f"{many:.0f}"))
+        print(row("  last change → right, ms", f"{settled:.0f}"))
+        idle(bench, idle_s, row)
+
+
+def idle(bench: Bench, idle_s: float, row: Callable[..., str]) -> None:
+    before = cpu_s(bench.process), writes(bench)
+    time.sleep(idle_s)
+    used = (cpu_s(bench.process) - before[0]) * 3600 / idle_s
+    print(row(f"after {idle_s:g} s idle, {PODS} pods", "rss  anon MiB"))
+    print(row("  publisher", "{:.1f}  {:.1f}".format(*memory(bench.process))))
+    for child in children(bench.process):
+        print(row("  NVML worker", "{:.1f}  {:.1f}".format(*memory(child))))
+    print(row("idle CPU, s an hour", f"{used:.1f}"))
+    print(row("idle writes", f"{writes(bench) - before[1]:.0f}"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
