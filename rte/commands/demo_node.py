@@ -1,0 +1,293 @@
+"""A node to look at: a recorded machine, the kubelet stand-in, the plugin and the publisher.
+
+The parts are those of `rte run`, in one process and over real sockets; only the hardware is
+recorded and the objects go into a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from plugin.decisions import Decision
+from plugin.life import DevicePlugin
+from plugin.service import TOOK_BUCKETS_S
+from rte import __version__
+from rte.agent import Agent, Kubelet, Reason, Sources
+from rte.commands import parts
+from rte.commands.compose import Composer
+from rte.config import Config, load
+from rte.discovery.faults import FaultMemory, faults
+from rte.graph.build import Graph, build
+from rte.graph.groups import Group
+from rte.kubelet.spec import PodSpec
+from rte.kubelet.usage import channel
+from rte.metrics import CONTENT_TYPE, Measured, renderer
+from rte.model import Faults, Machine, Observation, PodName
+from rte.publish.access import ApiError
+from rte.publish.publisher import FolderSink, Outcome
+from rte.sources.recorded import NVML, read_nvml
+from rte.standin.kubelet import Admission, StandIn, likely_cores
+from rte.status import JSON, Page, Probes, StatusServer
+from rte.view.document import document
+
+NODE = "demo"
+KIND = "NodeResourceTopology"
+WITHIN_S = 10.0  # all takes milliseconds; a machine under load may take longer
+MOST_NUMA_NODES = 8
+"""The kubelet's default limit; the Memory Manager looks at every set of NUMA nodes."""
+
+Body = Mapping[str, Any]
+
+
+class DemoFailed(Exception):
+    """A part did not do what it is for: what was waited for, and what it says itself."""
+
+
+class Written(NamedTuple):
+    """One object as it was written."""
+
+    kind: str
+    body: Body
+    file: Path
+
+
+class Seen(NamedTuple):
+    """One look at the recorded hardware."""
+
+    machine: Machine
+    faults: Faults
+
+
+class Still:
+    """Hardware that never changes."""
+
+    def __init__(self, seen: Seen) -> None:
+        self.latest = seen
+
+
+class Journal:
+    """Composes and keeps each write as a file of its own, so that one can compare them."""
+
+    def __init__(self, folder: Path, compose: Composer) -> None:
+        self.folder = folder
+        self.written: list[Written] = []
+        self._current = FolderSink(folder)
+        self._compose = compose
+        self._changed = threading.Condition()
+        self._composed: Observation | None = None
+        self._left = 0  # bodies of the last observation that are still to be published
+        self._published: Observation | None = None
+
+    def compose(self, observation: Observation) -> Iterable[Body]:
+        bodies = list(self._compose(observation))
+        with self._changed:
+            self._composed, self._left = observation, len(bodies)
+        return bodies
+
+    def wait(self, true: Callable[[Observation], bool], within_s: float) -> bool:
+        """Whether `true` of the published observation came to hold in time."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._published is not None and true(self._published), within_s
+            )
+
+    # publisher.Sink
+
+    def publish(self, body: Body, now: float) -> Outcome:
+        outcome = self._current.publish(body, now)
+        if outcome.wrote.is_write:
+            self._keep(str(body["kind"]), body)
+        with self._changed:
+            self._left -= 1
+            if self._left == 0:
+                self._published = self._composed
+                self._changed.notify_all()
+        return outcome
+
+    def reread(self, now: float) -> tuple[Outcome, ...]:
+        return self._current.reread(now)
+
+    def echo(self) -> Outcome | None:
+        return None
+
+    def problems(self, now: float) -> Mapping[str, str]:
+        return {}
+
+    def _keep(self, kind: str, body: Body) -> None:
+        number = 1 + sum(written.kind == kind for written in self.written)
+        file = self.folder / f"{kind.lower()}-{number:02}.json"
+        try:
+            shutil.copyfile(self.folder / f"{kind.lower()}-{NODE}.json", file)
+        except OSError as error:
+            raise ApiError(f"write {file}", "Unwritable", error.strerror or str(error)) from error
+        self.written.append(Written(kind, body, file))
+
+
+class DemoNode:
+    """The parts of the node. `start` and `stop` are called once each."""
+
+    def __init__(
+        self, machine: Machine, recorded: Path, *, root: Path, out: Path, policy: str, scope: str
+    ) -> None:
+        """`root` is the kubelet's folder, whose path must be short; objects go to `out`."""
+        self.machine = machine
+        self.kubelet = StandIn(
+            root,
+            kubelet_configuration(machine, policy=policy, scope=scope),
+            machine.numa_nodes,
+            cores=likely_cores(machine.numa_nodes),
+        )
+        self.config = configuration(self.kubelet)
+        self.graph: Graph = build(machine, compute_nics=self.config.nics.compute)
+        found = faults(FaultMemory(), machine, read_nvml(recorded / NVML))
+        self.hardware = Still(Seen(machine, found))
+        self.plugin = DevicePlugin(
+            parts.plugin_options(self.config),
+            on_allocate=lambda: self.agent.wake(Reason.ALLOCATE),
+        )
+        composer = Composer(
+            self.config,
+            NODE,
+            lambda _: self.graph,
+            advertised=lambda: parts.advertised(self.plugin),
+        )
+        self.groups: tuple[Group, ...] = composer.groups(self.graph)
+        self.journal = Journal(out, composer)
+        self.channel = channel(self.kubelet.pod_resources)
+        self.agent = Agent(
+            kubelet=Kubelet(
+                channel=self.channel,
+                root=root,
+                plugin_dir=self.kubelet.plugin_dir,
+                pod_resources_socket=self.kubelet.pod_resources,
+                configuration=parts.configuration_files(self.config),
+            ),
+            hardware=self.hardware,
+            sources=Sources(
+                policy=parts.kubelet_policy(self.config, None, NODE),
+                node_allocatable=lambda: self.kubelet.state.allocatable,
+            ),
+            compose=self.journal.compose,
+            sink=self.journal,
+        )
+        self.status = StatusServer(
+            Probes(not_ready=self.agent.not_ready, stuck=self.agent.stuck),
+            self._pages(),
+            open_pages=False,
+        )
+        self.registered_s = 0.0  # from the plugin's start until the kubelet had its devices
+
+    def start(self) -> None:
+        """Returns when the kubelet has every device and the first object is written.
+
+        Raises DemoFailed, and KubeletError for a folder whose path is too long.
+        """
+        self.kubelet.start()
+        began = time.monotonic()
+        self.plugin.start()
+        self.plugin.update(self.machine, self.hardware.latest.faults, graph=self.graph)
+        for name, resource in self.plugin.resources.items():
+            if not self.kubelet.wait_devices(name, len(resource.tables.healthy), within_s=WITHIN_S):
+                raise DemoFailed(f"the plugin for {name} was not registered within {WITHIN_S:g} s")
+        self.registered_s = time.monotonic() - began
+        self.agent.start()
+        self.settle()
+
+    def stop(self) -> None:
+        """Returns when every thread has ended and every socket is gone."""
+        self.status.stop()
+        self.agent.stop()
+        self.channel.close()
+        self.plugin.stop()
+        self.kubelet.stop()
+
+    # Pods
+
+    def admit(self, spec: PodSpec) -> tuple[Admission, tuple[Decision, ...]]:
+        """What became of the pod, and what the plugin decided on the way; all is published.
+
+        Raises DemoFailed.
+        """
+        before = max((decision.number for decision in self.plugin.decisions), default=0)
+        admission = self.kubelet.admit(spec)
+        self.settle()
+        return admission, self.plugin.decisions.since(before)
+
+    def remove(self, pod: PodName) -> None:
+        self.kubelet.remove(pod)
+        self.settle()
+
+    def settle(self) -> None:
+        """Returns when the published objects say what the kubelet has handed out."""
+        usage = self.kubelet.usage()
+        if not self.journal.wait(lambda said: said.usage == usage, WITHIN_S):
+            problems = [f"{name}: {words}" for name, words in self.agent.not_ready().items()]
+            raise DemoFailed(
+                f"nothing was published within {WITHIN_S:g} s; "
+                f"the publisher says: {'; '.join(problems) or 'all is well'}"
+            )
+
+    def topology(self) -> Body:
+        """The NodeResourceTopology as it is published now."""
+        return [written.body for written in self.journal.written if written.kind == KIND][-1]
+
+    # HTTP
+
+    def _pages(self) -> Mapping[str, Page]:
+        measured = Measured(
+            version=__version__,
+            publisher=self.agent,
+            hardware=self.hardware,
+            plugin=self.plugin,
+            plugin_buckets_s=TOOK_BUCKETS_S,
+        )
+        graph = json.dumps(document(self.graph, self.groups), indent=1).encode() + b"\n"
+        return {
+            "/metrics": Page(CONTENT_TYPE, renderer(measured)),
+            "/topology": Page(JSON, lambda: graph),
+            "/decisions": Page(
+                JSON, lambda: msgspec.json.encode(list(self.plugin.decisions)), names_pods=True
+            ),
+        }
+
+
+def configuration(kubelet: StandIn) -> Config:
+    """The agent's own configuration: its defaults, but for where this kubelet is."""
+    return load(
+        environ={},
+        flags={
+            "nodeName": NODE,
+            "kubelet.rootDir": str(kubelet.root),
+            "kubelet.configFile": str(kubelet.configuration_file),
+        },
+    )
+
+
+def kubelet_configuration(machine: Machine, *, policy: str, scope: str) -> dict[str, Any]:
+    """A KubeletConfiguration that aligns all it can, with the least that must be reserved."""
+    bearing = [node for node in machine.numa_nodes if node.cpus]
+    first = bearing[0] if bearing else None
+    cores = likely_cores(machine.numa_nodes)
+    found: dict[str, Any] = {
+        "topologyManagerPolicy": policy,
+        "topologyManagerScope": scope,
+        "cpuManagerPolicy": "static",
+        "cpuManagerPolicyOptions": {"full-pcpus-only": "true"},
+        "reservedSystemCPUs": ",".join(map(str, cores[0] if cores else first.cpus[:1]))
+        if first
+        else "",
+    }
+    if len(machine.numa_nodes) > MOST_NUMA_NODES:
+        limit = {"max-allowable-numa-nodes": str(min(len(machine.numa_nodes), 64))}
+        return {**found, "topologyManagerPolicyOptions": limit}
+    # The kubelet keeps 100 MiB for itself by default, and wants to be told of which node.
+    reserved = [{"numaNode": int(first.id), "limits": {"memory": "100Mi"}}] if first else []
+    return {**found, "memoryManagerPolicy": "Static", "reservedMemory": reserved}
