@@ -517,6 +517,8 @@ class Side:
             # Which of two resources that lack devices the kubelet names is chance.
             assert answer.message == real.message or both, about
             self.kubelet.remove(name)
+            assert answer.state is not None
+            self.model = answer.state
             return answer.reason
         assert real.admitted, about
         for ours, theirs in zip(answer.containers, real.containers, strict=True):

@@ -71,6 +71,19 @@ class KubeletState:
     """The Node's status.allocatable in base units; a resource that is absent is not checked."""
     most_pods: int = MOST_PODS
     pods: Mapping[PodName, Held] = field(default_factory=dict)
+    memory: MemoryTables | None = None
+    """The Memory Manager's own account; None as long as no pod has been given any.
+
+    It is no function of the pods: what is freed in a group is freed on its lowest node first, and
+    a node that was given out alone meanwhile forgets its group.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTables:
+    free: Mapping[tuple[NumaId, str], int]  # bytes by node and type
+    assignments: Mapping[NumaId, int]  # blocks that touch the node
+    group: Mapping[NumaId, tuple[NumaId, ...]]  # the nodes that it was last given out with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +100,8 @@ class Rejected:
 
     reason: str  # the kubelet's word
     message: str
+    state: KubeletState | None = field(default=None, compare=False, repr=False)
+    """The state before, but for the Memory Manager's account of what was given and freed again."""
 
 
 class Refusal(Exception):
@@ -152,21 +167,23 @@ def admit(
     attempt = Attempt(state, spec, prefer=prefer, allocate=allocate)
     try:
         attempt.run()
+        check_node(state, spec)
     except Refusal as refusal:
-        return Rejected(reason=refusal.reason, message=str(refusal))
-    lacking = insufficient(state, spec)
-    if lacking is not None:
-        return lacking
+        for container in attempt.containers():
+            attempt.memory.release(container.memory)
+        after = replace(state, memory=attempt.memory.tables())
+        return Rejected(reason=refusal.reason, message=str(refusal), state=after)
     containers = attempt.containers()
-    held = Held(
-        spec=spec,
-        containers=tuple(
-            replace(use, cpus=(), memory=()) if container.ends_before_the_others else use
-            for container, use in zip(spec.containers, containers, strict=True)
-        ),
-    )
+    running = []
+    for asked, use in zip(spec.containers, containers, strict=True):
+        if asked.ends_before_the_others:
+            attempt.memory.release(use.memory)
+            running.append(replace(use, cpus=(), memory=()))
+        else:
+            running.append(use)
+    held = Held(spec=spec, containers=tuple(running))
     return Admitted(
-        state=replace(state, pods={**state.pods, spec.pod: held}),
+        state=replace(state, pods={**state.pods, spec.pod: held}, memory=attempt.memory.tables()),
         containers=containers,
         affinity={
             name: None if hint.nodes is None else tuple(NumaId(bit) for bit in bits(hint.nodes))
@@ -177,7 +194,11 @@ def admit(
 
 def without(state: KubeletState, pod: PodName) -> KubeletState:
     """The state after a pod has ended or gone."""
-    return replace(state, pods={name: held for name, held in state.pods.items() if name != pod})
+    memory = MemoryState(state)
+    for container in state.pods[pod].containers if pod in state.pods else ():
+        memory.release(container.memory)
+    rest = {name: held for name, held in state.pods.items() if name != pod}
+    return replace(state, pods=rest, memory=memory.tables())
 
 
 def usage(state: KubeletState) -> Usage:
@@ -222,9 +243,10 @@ def allocatable(state: KubeletState) -> Allocatable:
 # The Node's own limits, which the kubelet checks after its managers
 
 
-def insufficient(state: KubeletState, spec: PodSpec) -> Rejected | None:
+def check_node(state: KubeletState, spec: PodSpec) -> None:
+    """Raises Refusal for the first resource that the Node has too little of."""
     if len(state.pods) + 1 > state.most_pods:
-        return out_of("pods", requested=1, used=len(state.pods), capacity=state.most_pods)
+        raise out_of("pods", requested=1, used=len(state.pods), capacity=state.most_pods)
     for name in sorted(state.allocatable, key=lambda name: (name not in ("cpu", "memory"), name)):
         if name in state.devices:  # counted by the device manager
             continue
@@ -233,8 +255,7 @@ def insufficient(state: KubeletState, spec: PodSpec) -> Rejected | None:
         used = sum(-(-needed(held.spec, name) // scale) for held in state.pods.values())
         capacity = state.allocatable[name] * 1000 // scale
         if requested and requested > capacity - used:
-            return out_of(name, requested=requested, used=used, capacity=capacity)
-    return None
+            raise out_of(name, requested=requested, used=used, capacity=capacity)
 
 
 def needed(spec: PodSpec, name: str) -> int:
@@ -244,13 +265,11 @@ def needed(spec: PodSpec, name: str) -> int:
     return (pod_total(spec, amounts) if own is None else own) + spec.overhead.get(name, 0)
 
 
-def out_of(name: str, *, requested: int, used: int, capacity: int) -> Rejected:
-    return Rejected(
-        reason=f"OutOf{name}",
-        message=(
-            f"Node didn't have enough resource: {name}, "
-            f"requested: {requested}, used: {used}, capacity: {capacity}"
-        ),
+def out_of(name: str, *, requested: int, used: int, capacity: int) -> Refusal:
+    return Refusal(
+        f"Node didn't have enough resource: {name}, "
+        f"requested: {requested}, used: {used}, capacity: {capacity}",
+        f"OutOf{name}",
     )
 
 
@@ -279,18 +298,24 @@ def huge_pages_name(page_bytes: int) -> str:
 
 
 class MemoryState:
-    """The Memory Manager's machine state, worked out from the blocks that are handed out."""
+    """The Memory Manager's account, as one admission changes it."""
 
     def __init__(self, state: KubeletState) -> None:
         self.nodes = [node.id for node in state.numa_nodes]
         self.allocatable = node_memory(state)
-        self.free = dict(self.allocatable)
-        self.assignments = dict.fromkeys(self.nodes, 0)
-        self.group: dict[NumaId, tuple[NumaId, ...]] = {node: (node,) for node in self.nodes}
-        for held in state.pods.values():
-            for container in held.containers:
-                for block in container.memory:
-                    self.assign(block.numa, block.type, block.size_bytes)
+        known = state.memory or MemoryTables(
+            free=self.allocatable,
+            assignments=dict.fromkeys(self.nodes, 0),
+            group={node: (node,) for node in self.nodes},
+        )
+        self.free = dict(known.free)
+        self.assignments = dict(known.assignments)
+        self.group = dict(known.group)
+
+    def tables(self) -> MemoryTables:
+        return MemoryTables(
+            free=dict(self.free), assignments=dict(self.assignments), group=dict(self.group)
+        )
 
     def assign(self, nodes: Sequence[NumaId], type_: str, size_bytes: int) -> None:
         for node in nodes:
@@ -300,6 +325,20 @@ class MemoryState:
             if taken:
                 self.free[node, type_] -= taken
                 size_bytes -= taken
+
+    def release(self, blocks: Sequence[MemoryBlock]) -> None:
+        """Frees the lowest nodes first, whoever's memory is there."""
+        for block in blocks:
+            rest = block.size_bytes
+            for node in block.numa:
+                self.assignments[node] -= 1
+                if self.assignments[node] == 0:
+                    self.group[node] = (node,)
+                key = (node, block.type)
+                freed = min(rest, self.allocatable.get(key, 0) - self.free.get(key, 0))
+                if freed:
+                    self.free[key] += freed
+                    rest -= freed
 
     def sum(self, table: Mapping[tuple[NumaId, str], int], nodes: Mask, type_: str) -> int:
         return sum(table.get((NumaId(node), type_), 0) for node in bits(nodes))
