@@ -34,6 +34,11 @@ class Brute:
         self.gpus = [g for g in machine.gpus if g.lost is None and g.uuid is not None]
         self.by_id = {str(g.uuid): g for g in self.gpus}
         self.pci = {d.address: d for d in machine.pci}
+        # Each pair is worked out once: everything below asks for it in every set.
+        self.pairs = {
+            (a.pci, b.pci): (self.nvlink_of(a, b), self.level(a, b), self.slowest(a, b))
+            for a, b in itertools.permutations(self.gpus, 2)
+        }
 
     # PCI
 
@@ -83,6 +88,9 @@ class Brute:
     # NVLink
 
     def nvlink(self, a: Gpu, b: Gpu) -> int:
+        return self.pairs[a.pci, b.pci][0]
+
+    def nvlink_of(self, a: Gpu, b: Gpu) -> int:
         def says(one: Gpu, other: Gpu) -> int:
             return sum(
                 e.lanes * e.lane_megabytes_per_s
@@ -125,7 +133,7 @@ class Brute:
         return False
 
     def closeness(self, a: Gpu, b: Gpu) -> tuple[int, int, int]:
-        return self.nvlink(a, b), self.level(a, b), self.slowest(a, b)
+        return self.pairs[a.pci, b.pci]
 
     # Fields
 

@@ -63,6 +63,7 @@ class Graph:
     ids: tuple[DeviceId, ...]  # of whole GPUs, by position
     position: Mapping[str, int]  # by id of a GPU or MIG slice
     closeness: tuple[tuple[Closeness, ...], ...]  # symmetric; the diagonal means nothing
+    nvlink: tuple[tuple[int, ...], ...]  # MB/s of closeness; zero on the diagonal
     lanes: tuple[tuple[int, ...], ...]  # NVLink lanes as the first GPU sees them, switches included
     levels: tuple[tuple[Level, ...], ...]  # as the source says them, a direction each
     adjacent: tuple[Positions, ...]  # the GPUs that each reaches over NVLink directly
@@ -177,6 +178,7 @@ def build(
             **{slice.id: i for i, gpu in enumerate(gpus) for slice in gpu.slices},
         },
         closeness=closeness,
+        nvlink=tuple(tuple(pair.nvlink_megabytes_per_s for pair in row) for row in closeness),
         lanes=lanes,
         levels=levels,
         adjacent=adjacent,

@@ -1,50 +1,34 @@
 """Which GPUs to hand out together, and why: the greatest preference among all sets.
 
-Pure, and the same answer for the same question. The order of the fields is the policy: the first
-that differs decides, so that a reason can be named. No field is a weight.
+Pure, and the same answer for the same question.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import product
 from math import comb
 from typing import NamedTuple
 
-from rte.graph.build import Closeness, Graph, NicBlock, Positions
+from rte.graph.build import Graph, NicBlock, Positions
+from rte.graph.kinds import Kinds, TooMany, runs
+from rte.graph.preference import (
+    Preference,
+    Question,
+    bits,
+    compared,
+    fields,
+    is_alike,
+    near_nics,
+    preference,
+)
 from rte.model import DeviceId, PciAddress
 
-TRIES = 1024
-"""Sets that are looked at where the machine's sets are too many to be listed (graph.ranks)."""
+__all__ = ["Choice", "Preference", "RunnerUp", "choose"]
 
-
-class Preference(NamedTuple):
-    """How good a set is; greater is better, the first field that differs decides.
-
-    Fields about pairs are equal for all single GPUs.
-    """
-
-    alike: bool
-    """All members have one product and memory size."""
-    linked: bool
-    """All members reach each other over NVLink inside the set."""
-    bottleneck: Closeness
-    """The smallest closeness of a pair."""
-    total: Closeness
-    """Closeness of all pairs, summed field by field."""
-    numa_spread: tuple[int, int]
-    """(NUMA nodes, sum of SLIT distances over all pairs), both negative."""
-    sound: int
-    """Members with a suspect link, negative."""
-    nics: tuple[int, int]
-    """Members that can each have a free compute NIC of their own (below the same PCIe switch, in
-    the same NUMA node); negative for a single GPU, which leaves such NICs to others."""
-    leftover: tuple[int, tuple[int, ...], tuple[int, ...]]
-    """What stays free: (NVLink MB/s of all pairs, GPUs a NUMA node, GPUs a PCIe switch), the
-    counts descending."""
-    order: tuple[int, ...]
-    """Positions of the members in PCI order, negative: smaller addresses win."""
+STARTS, TRIES = 16, 256
+"""GPUs that a bounded search begins with, and sets that it looks at: some 50 ms with 64 GPUs."""
 
 
 class RunnerUp(NamedTuple):
@@ -65,20 +49,7 @@ class Choice:
     decided_by: str | None = None  # the first field in which the runner-up is worse
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is asked, as sets of positions, and what of it every candidate shares."""
-
-    graph: Graph
-    available: Positions
-    required: Positions
-    size: int
-    free: Positions
-    free_nics: int  # bit <index in graph.nics>
-    nics_lead: bool
-
-
-Stage = Callable[["Question", list[Positions]], list[int]]
+Stage = Callable[[Question, list[Positions]], list[int]]
 """Works out one field for equally ranked sets, as numbers of which greater is better."""
 
 
@@ -175,92 +146,6 @@ def ids(graph: Graph, members: Positions) -> tuple[DeviceId, ...]:
     return tuple(graph.ids[i] for i in bits(members))
 
 
-def fields(question: Question) -> tuple[str, ...]:
-    """The names of the fields in the order in which they are compared."""
-    names = Preference._fields
-    if not question.nics_lead:
-        return names
-    return ("alike", "nics", *(name for name in names if name not in {"alike", "nics"}))
-
-
-def compared(question: Question, members: Positions) -> tuple[object, ...]:
-    """The preference of a set as a sort key."""
-    full = preference(question, members)
-    if not question.nics_lead:
-        return full
-    return (full.alike, full.nics, *full[1:])
-
-
-def preference(question: Question, members: Positions) -> Preference:
-    """Every field for one set."""
-    graph = question.graph
-    chosen = tuple(bits(members))
-    pairs = list(combinations(chosen, 2))
-    closeness = [graph.closeness[i][j] for i, j in pairs]
-    return Preference(
-        alike=is_alike(graph, members),
-        linked=linked(graph, members),
-        bottleneck=min(closeness, default=Closeness(0, 0, 0)),
-        total=Closeness(*map(sum, zip(*closeness, strict=True)))
-        if closeness
-        else Closeness(0, 0, 0),
-        numa_spread=(
-            -sum(1 for block in graph.numa_blocks if block & members),
-            -sum(graph.distance[i][j] for i, j in pairs),
-        ),
-        sound=-(members & graph.suspects).bit_count() if pairs else 0,
-        nics=near_nics(question, members),
-        leftover=leftover(question, members),
-        order=tuple(-i for i in chosen),
-    )
-
-
-def bits(members: Positions) -> Iterator[int]:
-    while members:
-        low = members & -members
-        yield low.bit_length() - 1
-        members ^= low
-
-
-def linked(graph: Graph, members: Positions) -> bool:
-    seen = edge = members & -members
-    while edge:
-        low = edge & -edge
-        new = graph.adjacent[low.bit_length() - 1] & members & ~seen
-        seen |= new
-        edge = edge ^ low | new
-    return seen == members
-
-
-def near_nics(question: Question, members: Positions) -> tuple[int, int]:
-    graph = question.graph
-    near = (
-        sum(
-            min((members & block.gpus).bit_count(), (block.nics & question.free_nics).bit_count())
-            for block in graph.switch_nics
-        ),
-        sum(
-            min((members & block.gpus).bit_count(), (block.nics & question.free_nics).bit_count())
-            for block in graph.numa_nics
-        ),
-    )
-    # A single GPU without a NIC of its own leaves the GPUs near NICs to those who need both.
-    return (-near[0], -near[1]) if question.size == 1 and not question.nics_lead else near
-
-
-def leftover(
-    question: Question, members: Positions
-) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    graph = question.graph
-    rest = question.free & ~members
-    left = tuple(bits(rest))
-    return (
-        sum(graph.closeness[i][j].nvlink_megabytes_per_s for i, j in combinations(left, 2)),
-        tuple(sorted(((rest & b).bit_count() for b in graph.numa_blocks), reverse=True)),
-        tuple(sorted(((rest & s.gpus).bit_count() for s in graph.switches), reverse=True)),
-    )
-
-
 # The search
 
 
@@ -272,13 +157,12 @@ def best(question: Question, wanted: int) -> tuple[list[Positions], bool, int]:
     if question.size == question.available.bit_count():
         return [question.available], True, 1
     kinds = Kinds.of(question)
-    exact = True
-    if question.graph.ranks is None:
-        found, exact, considered = searched(question)
+    found = proven(question, kinds, wanted)
+    exact = found is not None
+    if found is None:
+        found, considered = searched(question)
     else:
         considered = number_of_sets(question)
-        find = led_by_nics if question.nics_lead else first_run
-        found = find(question, kinds, wanted)
     if wanted > 1:
         rivals = [*found[1:], *kinds.variants(found[0])]
         found[1:] = (
@@ -289,113 +173,20 @@ def best(question: Question, wanted: int) -> tuple[list[Positions], bool, int]:
     return found[:wanted], exact, considered
 
 
+def proven(question: Question, kinds: Kinds, wanted: int) -> list[Positions] | None:
+    """The best sets that stand for their kind; None where that takes too long to find."""
+    find = led_by_nics if question.nics_lead else first_run
+    for count in range(wanted, 0, -1):
+        try:
+            return find(question, kinds, count)
+        except TooMany:
+            continue  # the best may be had without the second
+    return None
+
+
 def number_of_sets(question: Question) -> int:
     fixed = question.required.bit_count()
     return comb(question.available.bit_count() - fixed, question.size - fixed)
-
-
-@dataclass(frozen=True, slots=True)
-class Kinds:
-    """How the listed sets, one of each kind, stand for sets that the question allows.
-
-    A listed set has the first members of each class of interchangeable GPUs; the set that it
-    stands for has as many of the class, by what distinguishes them in this question: required
-    ones first, then those with (or, for a single GPU, without) a free NIC of their own, then the
-    smallest addresses.
-    """
-
-    missing: Positions  # a listed set with one of these needs more of a class than there is
-    needed: Positions  # a listed set without one of these leaves out a required GPU
-    single: Positions  # GPUs that only stand for themselves
-    orders: tuple[tuple[Positions, tuple[int, ...], int], ...]
-    """(class, its available members as bits in the order of use, how many are required)."""
-    heads: tuple[tuple[Positions, tuple[Positions, ...]], ...]
-    """(class, the set of its first 0, 1, 2 … members in that order)."""
-
-    @staticmethod
-    def of(question: Question) -> Kinds:
-        graph = question.graph
-        missing = needed = single = 0
-        orders = []
-        heads = []
-        for members in graph.twins:
-            if len(members) == 1:
-                single |= 1 << members[0]
-                continue
-            offered = [i for i in members if question.available >> i & 1]
-            required = sum(question.required >> i & 1 for i in members)
-            for i in members[len(offered) :]:
-                missing |= 1 << i
-            for i in members[:required]:
-                needed |= 1 << i
-            order = tuple(
-                1 << i
-                for i in sorted(
-                    offered,
-                    key=lambda i: (not question.required >> i & 1, *avoided(question, i), i),
-                )
-            )
-            everyone = sum(1 << i for i in members)
-            orders.append((everyone, order, required))
-            firsts = [0]
-            for bit in order:
-                firsts.append(firsts[-1] | bit)
-            heads.append((everyone, tuple(firsts)))
-        return Kinds(
-            missing | single & ~question.available,
-            needed | single & question.required,
-            single,
-            tuple(orders),
-            tuple(heads),
-        )
-
-    def stand_for(self, listed: Sequence[Positions]) -> list[Positions]:
-        """The sets that the question allows, for those listed sets that fit it."""
-        missing, needed = self.missing, self.needed
-        fitting = [s for s in listed if not s & missing and s & needed == needed]
-        if not self.heads:
-            return fitting
-        single, heads = self.single, self.heads
-        found = []
-        for listed_set in fitting:
-            members = listed_set & single
-            for everyone, firsts in heads:
-                members |= firsts[(listed_set & everyone).bit_count()]
-            found.append(members)
-        return found
-
-    def variants(self, members: Positions) -> list[Positions]:
-        """The next best sets of the same kind: one for each class that leaves a choice."""
-        found = []
-        for everyone, order, required in self.orders:
-            count = (members & everyone).bit_count()
-            if required < count < len(order):
-                found.append(members ^ order[count - 1] ^ order[count])
-        return found
-
-
-def avoided(question: Question, i: int) -> tuple[int, int]:
-    """The sort key among interchangeable GPUs: NICs that only this one is near to."""
-    return tuple(-n for n in near_nics(question, 1 << i))  # type: ignore[return-value]
-
-
-def runs(question: Question, kinds: Kinds) -> Iterator[list[Positions]]:
-    """The sets that the question allows, best first; those of one run are equally good so far."""
-    ranks = question.graph.ranks
-    assert ranks is not None
-    sets = ranks.sets[question.size]
-    missing, needed = kinds.missing, kinds.needed
-    start = 0
-    while start < len(sets):
-        for at in range(start, len(sets)):
-            listed = sets[at]
-            if not listed & missing and listed & needed == needed:
-                break
-        else:
-            return
-        end = ranks.run_end(question.size, at)
-        yield kinds.stand_for(sets[at:end])
-        start = end
 
 
 def first_run(question: Question, kinds: Kinds, wanted: int) -> list[Positions]:
@@ -549,8 +340,8 @@ def nvlink_left(question: Question, candidates: list[Positions]) -> list[int]:
     free = tuple(bits(question.free))
     alike: dict[int, Positions] = {}
     for i in bits(question.available):
-        row = question.graph.closeness[i]
-        lost = -sum([row[j].nvlink_megabytes_per_s for j in free if j != i])
+        row = question.graph.nvlink[i]
+        lost = -sum([row[j] for j in free])
         alike[lost] = alike.get(lost, 0) | 1 << i
     most = max(alike)
     found = [0] * len(candidates)
@@ -590,18 +381,14 @@ def counts_left(
     return found
 
 
-def is_alike(graph: Graph, members: Positions) -> bool:
-    return not members & ~graph.alike[(members & -members).bit_length() - 1]
+# Where there are too many kinds of sets
 
 
-# Machines with too many kinds of sets to list
+def searched(question: Question) -> tuple[list[Positions], int]:
+    """The best two sets that a bounded search meets, and how many it met.
 
-
-def searched(question: Question) -> tuple[list[Positions], bool, int]:
-    """The best two of all sets where they are few, else of those that a bounded search meets.
-
-    The search grows a set from each GPU by the closest next one and then exchanges members while
-    that improves the preference.
+    It grows a set from each of some GPUs by the closest next one, and then exchanges members of
+    the best while that improves the preference.
     """
     seen: dict[Positions, tuple[object, ...]] = {}
 
@@ -610,17 +397,11 @@ def searched(question: Question) -> tuple[list[Positions], bool, int]:
             seen[members] = compared(question, members)
         return seen[members]
 
-    if number_of_sets(question) <= TRIES:
-        optional = list(bits(question.available & ~question.required))
-        spare = question.size - question.required.bit_count()
-        for extra in combinations(optional, spare):
-            value(question.required | sum(1 << i for i in extra))
-    else:
-        for start in bits(question.available & ~question.required):
-            value(grown(question, question.required | 1 << start))
-        improve(question, max(seen, key=value), value, seen)
-    found = sorted(seen, key=value, reverse=True)[:2]
-    return found, number_of_sets(question) <= TRIES, len(seen)
+    starts = tuple(bits(question.available & ~question.required))
+    for start in starts[:: len(starts) // STARTS or 1]:
+        value(grown(question, question.required | 1 << start))
+    improve(question, max(seen, key=value), value, seen)
+    return sorted(seen, key=value, reverse=True)[:2], len(seen)
 
 
 def grown(question: Question, members: Positions) -> Positions:
@@ -632,10 +413,10 @@ def grown(question: Question, members: Positions) -> Positions:
             bits(question.available & ~members),
             key=lambda i: (
                 is_alike(graph, members | 1 << i),
-                min(graph.closeness[i][j] for j in inside),
-                sum(graph.closeness[i][j].nvlink_megabytes_per_s for j in inside),
-                sum(graph.closeness[i][j].level for j in inside),
-                -sum(graph.distance[i][j] for j in inside),
+                min([graph.closeness[i][j] for j in inside]),
+                sum([graph.nvlink[i][j] for j in inside]),
+                sum([graph.closeness[i][j].level for j in inside]),
+                -sum([graph.distance[i][j] for j in inside]),
                 -i,
             ),
         )
@@ -650,13 +431,13 @@ def improve(
 ) -> None:
     """Looks at exchanges of one member, and goes on from a better set until there is none."""
     improved = True
-    while improved and len(seen) < TRIES:
+    while improved:
         improved = False
-        for out in bits(members & ~question.required):
-            for into in bits(question.available & ~members):
-                other = members ^ 1 << out ^ 1 << into
-                if value(other) > value(members):
-                    members, improved = other, True
-                    break
-            if improved:
+        exchanges = product(bits(members & ~question.required), bits(question.available & ~members))
+        for out, into in exchanges:
+            if len(seen) >= TRIES:
+                return
+            other = members ^ 1 << out ^ 1 << into
+            if value(other) > value(members):
+                members, improved = other, True
                 break

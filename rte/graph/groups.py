@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import combinations, count
 
 from rte.graph.build import Graph, Positions, mask, product
-from rte.graph.choose import bits
+from rte.graph.preference import bits
 from rte.model import FabricState, Gpu, PciAddress, pci_address, pci_order
 
 
@@ -131,9 +131,7 @@ def largest_clique(graph: Graph, within: Positions) -> Positions:
     """The largest, with the most bandwidth among those, with the smallest positions among those."""
 
     def bandwidth(members: Positions) -> int:
-        return sum(
-            graph.closeness[i][j].nvlink_megabytes_per_s for i, j in combinations(bits(members), 2)
-        )
+        return sum(graph.nvlink[i][j] for i, j in combinations(bits(members), 2))
 
     return max(
         maximal_cliques(graph, 0, within, 0),
