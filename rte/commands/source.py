@@ -1,4 +1,4 @@
-"""Where a command's machine comes from: this node, or a recorded one."""
+"""Where a command's machine comes from: this node, a recorded one, or what others wrote."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from rte import sources
 from rte.commands.options import add_options, configuration
 from rte.config import Config
 from rte.discovery import Overrides, assemble
@@ -16,7 +17,7 @@ from rte.discovery.sysfs import SysfsError, read_host
 from rte.graph.build import Graph, build
 from rte.graph.groups import Group, groups
 from rte.model import Machine, NumaId, pci_address
-from rte.sources.recorded import RecordedError, read_recorded
+from rte.sources import MAX_BYTES, UNDERSTOOD, SourceError, parse_source
 
 
 class CannotRead(Exception):
@@ -33,7 +34,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
         "source",
         metavar="SOURCE",
         nargs="?",
-        help="a folder that `rte record` wrote; without one it is this node",
+        help=f"{UNDERSTOOD}; - is standard input; without one it is this node",
     )
     add_options(parser, only=("driver", "host.sysfs", "host.procfs", "nvml."))
 
@@ -41,11 +42,21 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 def read_source(args: argparse.Namespace) -> Source:
     """The graph of what the arguments name. Raises CannotRead and ConfigError."""
     config = configuration(args)
-    machine = read_folder(Path(args.source)) if args.source else read_node(config)
+    machine = read_any(args.source) if args.source else read_node(config)
     graph = build(machine, compute_nics=config.nics.compute)
     try:
         return Source(graph, groups(graph, by=config.groups.by, names=config.groups.names))
     except ValueError as error:
+        raise CannotRead(str(error)) from error
+
+
+def read_any(source: str) -> Machine:
+    """The machine of a folder, a file or - for standard input. Raises CannotRead."""
+    try:
+        if source == "-":
+            return parse_source(sys.stdin.buffer.read(MAX_BYTES + 1), "standard input")
+        return sources.read_source(Path(source))
+    except SourceError as error:
         raise CannotRead(str(error)) from error
 
 
@@ -55,10 +66,7 @@ def read_folder(folder: Path) -> Machine:
             f"{folder}: expected a folder that `rte record` wrote, "
             f"{'it is a file' if folder.exists() else 'there is none'}"
         )
-    try:
-        return read_recorded(folder)
-    except (RecordedError, SysfsError) as error:
-        raise CannotRead(str(error)) from error
+    return read_any(str(folder))
 
 
 def read_node(config: Config) -> Machine:

@@ -704,11 +704,22 @@ def classes(
 def nvlinks(
     matrix: Matrix, address: Mapping[str, PciAddress]
 ) -> Mapping[str, tuple[NvLinkEnd, ...]]:
-    """Lanes to switches where a GPU would else have more than there are, else to each GPU."""
     row = {
-        a: {b: lanes(matrix.cells.get((a, b), "")) for b in matrix.gpus if b != a}
+        address[a]: {address[b]: lanes(matrix.cells.get((a, b), "")) for b in matrix.gpus if b != a}
         for a in matrix.gpus
     }
+    speed = {address[gpu]: lane_speed(matrix.products.get(gpu)) for gpu in matrix.gpus}
+    found = link_ends(row, speed)
+    return {gpu: found[address[gpu]] for gpu in matrix.gpus}
+
+
+def link_ends(
+    row: Mapping[PciAddress, Mapping[PciAddress, int]], speed: Mapping[PciAddress, int]
+) -> Mapping[PciAddress, tuple[NvLinkEnd, ...]]:
+    """The ends of NVLinks behind what each GPU says of its lanes to each other.
+
+    Lanes to switches where a GPU would else have more than there are, else to each GPU.
+    """
     own = {a: max(row[a].values(), default=0) for a in row}
     switched = {a for a in row if sum(row[a].values()) > MOST_LANES}
     # All or none, and only if switches explain every cell: what is said is never smoothed.
@@ -717,21 +728,20 @@ def nvlinks(
         row[a][b] == (min(own[a], own[b]) if b in reached else 0) for a in reached for b in row[a]
     )
 
-    def ends(gpu: str) -> Iterator[NvLinkEnd]:
-        speed = lane_speed(matrix.products.get(gpu))
+    def ends(gpu: PciAddress) -> Iterator[NvLinkEnd]:
         if explained and gpu in reached:
-            yield NvLinkEnd(peer=LinkPeer.SWITCH, lanes=own[gpu], lane_megabytes_per_s=speed)
+            yield NvLinkEnd(peer=LinkPeer.SWITCH, lanes=own[gpu], lane_megabytes_per_s=speed[gpu])
             return
         for other, count in row[gpu].items():
             if count:
                 yield NvLinkEnd(
                     peer=LinkPeer.GPU,
-                    remote=address[other],
+                    remote=other,
                     lanes=count,
-                    lane_megabytes_per_s=speed,
+                    lane_megabytes_per_s=speed[gpu],
                 )
 
-    return {gpu: tuple(ends(gpu)) for gpu in matrix.gpus}
+    return {gpu: tuple(ends(gpu)) for gpu in row}
 
 
 def lane_speed(product: str | None) -> int:
