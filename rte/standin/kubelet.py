@@ -166,8 +166,10 @@ class StandIn(rpc.PodResourcesListerServicer):
             answers = by_container(answer, calls)
             with self._changed:
                 self._being_admitted = None
+                # Devices may have come and gone meanwhile: only pods and memory are the admission's.
+                if answer.state is not None:
+                    self._state = replace(self._state, memory=answer.state.memory)
                 if isinstance(answer, Admitted):
-                    # Devices may have come and gone meanwhile: only the pods are the admission's.
                     self._state = replace(self._state, pods=answer.state.pods)
                     self._uids[spec.pod] = str(uuid.uuid4())
                     self._answers[spec.pod] = {
