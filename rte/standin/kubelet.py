@@ -166,11 +166,11 @@ class StandIn(rpc.PodResourcesListerServicer):
             answers = by_container(answer, calls)
             with self._changed:
                 self._being_admitted = None
-                # Devices may have come and gone meanwhile: only pods and memory are the admission's.
                 if answer.state is not None:
-                    self._state = replace(self._state, memory=answer.state.memory)
+                    # Devices may have come and gone meanwhile: the rest is the admission's.
+                    after = answer.state
+                    self._state = replace(self._state, pods=after.pods, memory=after.memory)
                 if isinstance(answer, Admitted):
-                    self._state = replace(self._state, pods=answer.state.pods)
                     self._uids[spec.pod] = str(uuid.uuid4())
                     self._answers[spec.pod] = {
                         key: value.SerializeToString() for key, value in answers.items()

@@ -42,12 +42,14 @@ class Plugins(rpc.RegistrationServicer):
         self._on_list = on_list
         self._lock = threading.Lock()
         self._endpoints: dict[str, Endpoint] = {}
+        self._followed: list[Endpoint] = []  # also those whose end is just being told
 
     def stop(self) -> None:
-        """Returns when every stream has ended."""
+        """Returns when every stream has ended, and every list and end has been told."""
         with self._lock:
-            endpoints, self._endpoints = tuple(self._endpoints.values()), {}
-        for endpoint in endpoints:
+            self._endpoints = {}
+            followed, self._followed = self._followed, []
+        for endpoint in followed:
             endpoint.close()
 
     def Register(self, request: api.RegisterRequest, context: grpc.ServicerContext) -> api.Empty:
@@ -61,9 +63,10 @@ class Plugins(rpc.RegistrationServicer):
         with self._lock:
             before = self._endpoints.get(request.resource_name)
             self._endpoints[request.resource_name] = endpoint
+            self._followed = [e for e in self._followed if e.is_followed] + [endpoint]
+            endpoint.follow(self._listed, self._ended)
         if before is not None:
             before.close()
-        endpoint.follow(self._listed, self._ended)
         return api.Empty()
 
     def prefer(
@@ -164,7 +167,13 @@ class Endpoint:
         self._thread = threading.Thread(target=run, name=f"list {self.resource}", daemon=True)
         self._thread.start()
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether there may still be something to tell."""
+        return self._thread is not None and self._thread.is_alive()
+
     def close(self) -> None:
+        """Returns when nothing more is told."""
         self._stream.cancel()
         if self._thread is not None:
             self._thread.join()
