@@ -3,8 +3,11 @@
 import copy
 import itertools
 import os
+import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +208,88 @@ def test_labels_never_create_a_node(real: RealApiServer, api: ApiServer, node: s
     assert real.request("GET", f"/api/v1/nodes/{node}").status == 404
 
 
+def test_an_event_about_the_node_is_created(real: RealApiServer, api: ApiServer, node: str) -> None:
+    about = {"apiVersion": "v1", "kind": "Node", "name": node, "uid": node}
+    event = {
+        "metadata": {"generateName": f"{node}."},
+        "involvedObject": about,
+        "reason": "GpuLost",
+        "message": "gpu-3 fell off the bus",
+        "type": "Warning",
+        "source": {"component": "rte"},
+    }
+    name = api.create_event(event)["metadata"]["name"]
+    assert real.get(f"/api/v1/namespaces/default/events/{name}")["reason"] == "GpuLost"
+
+
+# The kubelet's own view of its configuration
+
+
+@pytest.fixture
+def kubelet_port(real: RealApiServer) -> Iterator[int]:
+    """What a kubelet serves, with a certificate that the cluster's authority has signed."""
+
+    class Configz(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            right = self.headers["Authorization"] == f"Bearer {real.token}"
+            content = b'{"kubeletconfig":{"topologyManagerPolicy":"restricted"}}'
+            self.send_response(200 if right and self.path == "/configz" else 403)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("", 0), Configz) as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(real.ca, real.ca.with_suffix(".key"))
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+def say_kubelet(real: RealApiServer, node: str, port: int) -> None:
+    status = {
+        "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}],
+        "daemonEndpoints": {"kubeletEndpoint": {"Port": port}},
+    }
+    real.ask("PATCH", f"/api/v1/nodes/{node}/status", {"status": status}, content_type=MERGE)
+
+
+def test_configz_is_asked_of_the_kubelet_itself(
+    real: RealApiServer, api: ApiServer, node: str, kubelet_port: int
+) -> None:
+    say_kubelet(real, node, kubelet_port)
+    assert api.read_configz(node) == {"topologyManagerPolicy": "restricted"}
+
+
+def test_a_kubelet_that_does_not_answer_is_met_with_advice(
+    real: RealApiServer, api: ApiServer, node: str
+) -> None:
+    say_kubelet(real, node, 1)
+    with pytest.raises(ApiError, match=r"nodes/configz .* kubelet\.configFile"):
+        api.read_configz(node)
+
+
+def test_the_token_is_not_shown_to_a_kubelet_of_another_authority(
+    real: RealApiServer, api: ApiServer, node: str, kubelet_port: int
+) -> None:
+    say_kubelet(real, node, kubelet_port)
+    address = [{"type": "InternalIP", "address": "127.0.0.2"}]  # not in the certificate
+    status = {"status": {"addresses": address}}
+    real.ask("PATCH", f"/api/v1/nodes/{node}/status", status, content_type=MERGE)
+    with pytest.raises(ApiError, match="CERTIFICATE_VERIFY_FAILED"):
+        api.read_configz(node)
+
+
+def test_a_node_without_an_address_has_no_configz(api: ApiServer, node: str) -> None:
+    with pytest.raises(ApiError, match="InternalIP"):
+        api.read_configz(node)
+
+
 # Others write, too
 
 
@@ -381,8 +466,6 @@ def test_a_token_file_that_is_replaced_is_read_again(
 def test_a_certificate_of_another_authority_is_refused_until_the_file_is_replaced(
     real: RealApiServer, node: str, tmp_path: Path
 ) -> None:
-    import ssl
-
     authority = tmp_path / "ca.crt"
     other = ssl.get_default_verify_paths().cafile or "/etc/ssl/certs/ca-certificates.crt"
     blocks = Path(other).read_text().split("-----END CERTIFICATE-----")

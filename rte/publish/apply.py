@@ -9,6 +9,7 @@ caller to say.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import email.utils
 import ssl
 import tempfile
@@ -88,11 +89,41 @@ class ApiServer:
         return self.read(f"/api/v1/nodes/{quote(node, safe='')}")
 
     def read_configz(self, node: str) -> Body:
-        """The kubelet's own view of its configuration, through the API server's node proxy."""
-        answer = self._object("GET", f"/api/v1/nodes/{quote(node, safe='')}/proxy/configz")
+        """The configuration that the node's kubelet works by, asked of the kubelet itself.
+
+        That needs `get` on `nodes/configz` only; the API server's node proxy would need
+        `nodes/proxy`, which is the right to run commands in every pod. The kubelet's certificate
+        must be signed by the cluster's authority: our token is not shown to anybody else.
+        """
+        asked = f"GET /configz of the kubelet on {node}"
+        found: Any = self.read_node(node) or {}
+        status = found.get("status") or {}
+        addresses = {a["type"]: a["address"] for a in status.get("addresses") or ()}
+        port = (status.get("daemonEndpoints") or {}).get("kubeletEndpoint", {}).get("Port")
+        address = addresses.get("InternalIP")
+        if not address or not port:
+            raise ApiError(asked, "NoAddress", "the Node has no InternalIP or no kubelet port")
+        host = f"[{address}]" if ":" in address else address
+        kubelet = ApiServer(
+            dataclasses.replace(self.access, server=f"https://{host}:{port}", server_name=None),
+            timeout_s=self.timeout_s,
+        )
+        try:
+            answer = kubelet._object("GET", "/configz")
+        except ApiError as error:
+            raise ApiError(
+                asked,
+                error.reason,
+                f"{error.message}; it takes the right to get nodes/configz and a kubelet with "
+                "serverTLSBootstrap, or name its file by kubelet.configFile",
+                status=error.status,
+                retry_after_s=error.retry_after_s,
+            ) from error
+        finally:
+            kubelet.close()
         configuration = answer.get("kubeletconfig")
         if not isinstance(configuration, dict):
-            raise ApiError(f"GET configz of {node}", "Malformed", "it has no kubeletconfig")
+            raise ApiError(asked, "Malformed", "it has no kubeletconfig")
         return configuration
 
     def label_node(self, node: str, labels: Mapping[str, str], *, uid: str) -> Body:
