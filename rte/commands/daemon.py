@@ -17,7 +17,7 @@ from plugin.cdi import CdiError
 from plugin.life import DevicePlugin
 from plugin.service import TOOK_BUCKETS_S
 from rte import __version__
-from rte.commands import parts
+from rte.commands import node, parts
 from rte.config import Config, ConfigError, load
 from rte.discovery.hardware import Hardware
 from rte.discovery.nvml_worker import NvmlWorker
@@ -101,14 +101,14 @@ class Daemon:
         self.graphs = Graphs(config)
         self.worker = NvmlWorker(
             on_event=lambda _: None,  # Hardware takes it over
-            library_folders=parts.nvml_folders(config),
+            library_folders=node.nvml_folders(config),
             answer_s=config.nvml.timeout,
         )
         self.hardware = Hardware(
             sys=Path(config.host.sysfs),
             proc=Path(config.host.procfs),
             worker=self.worker,
-            overrides=parts.overrides(config),
+            overrides=node.overrides(config),
             rules=parts.fault_rules(config),
             interval_s=config.host.interval,
         )
@@ -313,6 +313,7 @@ class Daemon:
             worker=self.worker,
             plugin=self.plugin,
             plugin_buckets_s=TOOK_BUCKETS_S,
+            disagreement=self._disagreement,
         )
         pages = {
             "/metrics": Page(CONTENT_TYPE, renderer(measured)),
@@ -321,6 +322,23 @@ class Daemon:
         if self.plugin is not None:
             pages["/decisions"] = Page(JSON, self._decisions, names_pods=True)
         return pages
+
+    def _disagreement(self) -> bool | None:
+        """Whether the two rules for the fingerprint differ in what was published last."""
+        from rte.publish.disagreement import rules_disagree  # noqa: PLC0415 - the publisher only
+        from rte.publish.fingerprint import InformerMode  # noqa: PLC0415
+        from rte.publish.nrt import KIND, FingerprintMethod  # noqa: PLC0415
+
+        body = self.agent.published(KIND) if self.agent is not None else None
+        if self.agent is None or self.agent.observation is None or body is None:
+            return None
+        chosen = self.config.nrt.fingerprint
+        return rules_disagree(
+            self.agent.observation,
+            body,
+            mode=InformerMode(chosen.informer_mode),
+            method=FingerprintMethod(chosen.method),
+        )
 
     def _topology(self) -> bytes:
         from rte.view.document import document  # noqa: PLC0415 - only who asks pays

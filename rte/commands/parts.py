@@ -16,12 +16,10 @@ from plugin.devices import Advertising, Device, MigStrategy
 from plugin.life import DevicePlugin
 from plugin.life import Options as PluginOptions
 from rte.config import Config, ConfigError
-from rte.discovery import Overrides
 from rte.discovery.faults import FaultRules, parse_fault_rules
-from rte.discovery.nvml_worker import library_folders
 from rte.graph.parts import Sharing
 from rte.kubelet.usage import KubeletError
-from rte.model import DeviceUse, NumaId, Policy, base_units, pci_address
+from rte.model import DeviceUse, Policy, base_units, pci_address
 
 if TYPE_CHECKING:
     from rte.publish.apply import ApiServer
@@ -32,27 +30,12 @@ def node_name(config: Config) -> str:
     return config.node_name or socket.gethostname().lower()
 
 
-def overrides(config: Config) -> Overrides:
-    return Overrides(
-        numa={pci_address(a): NumaId(n) for a, n in config.numa.overrides.items()},
-    )
-
-
 def fault_rules(config: Config) -> FaultRules:
     """Raises ConfigError for a word that names no Xid."""
     try:
         return parse_fault_rules(config.health.disable, config.health.enable)
     except ValueError as error:
         raise ConfigError("health", "configuration", str(error)) from error
-
-
-def nvml_folders(config: Config) -> tuple[Path, ...]:
-    """Where the worker's linker looks for NVML before its own places."""
-    if config.nvml.library is not None:
-        return (Path(config.nvml.library),)
-    if config.driver == "mounted":
-        return library_folders(Path(config.nvml.container_driver_root))
-    return ()
 
 
 # The device plugin

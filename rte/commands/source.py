@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rte import sources
+from rte.commands.node import nvml_folders, overrides
 from rte.commands.options import add_options, configuration
 from rte.config import Config
-from rte.discovery import Overrides, assemble
-from rte.discovery.nvml_worker import NvmlUnavailable, NvmlWorker, library_folders
+from rte.discovery import assemble
+from rte.discovery.nvml_worker import NvmlUnavailable, NvmlWorker
 from rte.discovery.reading import NvmlReading
 from rte.discovery.sysfs import SysfsError, read_host
 from rte.graph.build import Graph, build
 from rte.graph.groups import Group, groups
-from rte.model import Machine, NumaId, pci_address
+from rte.model import Machine
 from rte.sources import MAX_BYTES, UNDERSTOOD, SourceError, parse_source
 
 
@@ -95,16 +96,3 @@ def read_nvml(config: Config) -> NvmlReading | None:
         return None
     finally:
         worker.stop()
-
-
-def overrides(config: Config) -> Overrides:
-    return Overrides(numa={pci_address(a): NumaId(n) for a, n in config.numa.overrides.items()})
-
-
-def nvml_folders(config: Config) -> tuple[Path, ...]:
-    """Where the worker's linker looks for NVML before its own places."""
-    if config.nvml.library is not None:
-        return (Path(config.nvml.library),)
-    if config.driver == "mounted":
-        return library_folders(Path(config.nvml.container_driver_root))
-    return ()
