@@ -90,8 +90,8 @@ def test_where_a_numa_node_was_learnt_is_marked() -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("nowhere", "nowhere: expected a folder that `rte record` wrote, there is none"),
-        (__file__, "expected a folder that `rte record` wrote, it is a file"),
+        ("nowhere", "nowhere: cannot be read: No such file or directory"),
+        (__file__, "test_show.py: no row such as"),
         (str(Path(__file__).parent), "sys.txt"),
     ],
 )
