@@ -144,6 +144,14 @@ def base_units(quantity: str) -> int:
     return -(-milli // 1000) if milli >= 0 else milli // 1000
 
 
+def huge_pages_name(page_bytes: int) -> str:
+    """Kubernetes' name of the resource: hugepages-2Mi, hugepages-1Gi, hugepages-64Ki."""
+    for shift, suffix in ((30, "Gi"), (20, "Mi"), (10, "Ki")):
+        if page_bytes % (1 << shift) == 0:
+            return f"hugepages-{page_bytes >> shift}{suffix}"
+    return f"hugepages-{page_bytes}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NumaNode:
     """One online NUMA node, from /sys/devices/system/node/node<id>."""

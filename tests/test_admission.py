@@ -43,7 +43,7 @@ GPU = "nvidia.com/gpu"
 NIC = "a.com/nic"
 SINGLE = TopologyManagerPolicy.SINGLE_NUMA_NODE
 GI = 2**30
-SEEDS = 12  # machines for each policy and scope
+SEEDS = 8  # machines for each policy and scope
 
 
 def first(
@@ -561,5 +561,5 @@ def test_the_real_kubelet_decides_the_same(
                 if rng.random() < 0.25:
                     side.remove_one()
     print(policy.value, scope.value, outcomes)
-    assert outcomes[""] >= 30
+    assert outcomes[""] >= 20
     assert len(outcomes) >= 3, "the cases reach several reasons to reject"

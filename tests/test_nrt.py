@@ -41,10 +41,11 @@ from rte.model import (
     Scope,
     TopologyManagerPolicy,
     Usage,
+    huge_pages_name,
     pci_address,
     thousandths,
 )
-from rte.publish.accounting import Unbound, huge_pages_name
+from rte.publish.accounting import Unbound
 from rte.publish.fingerprint import InformerMode, fingerprint
 from rte.publish.nrt import (
     Detail,
@@ -799,7 +800,7 @@ OPTIONS = st.fixed_dictionaries(
 SCHEMA = schema(CRD, "v1alpha2")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(observations(), OPTIONS, st.randoms(use_true_random=False))
 def test_every_object_keeps_the_rules(
     seen: Observation, options: dict[str, Any], rng: random.Random
@@ -838,7 +839,7 @@ def shuffled(seen: Observation, rng: random.Random) -> Observation:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(observations(), observations())
 def test_a_patch_leads_to_the_wanted_object_or_is_none(
     before: Observation, after: Observation

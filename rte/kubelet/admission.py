@@ -29,6 +29,7 @@ from rte.model import (
     Scope,
     TopologyManagerPolicy,
     Usage,
+    huge_pages_name,
 )
 
 UNEXPECTED = "UnexpectedAdmissionError"
@@ -288,13 +289,6 @@ def node_memory(state: KubeletState) -> dict[tuple[NumaId, str], int]:
             rest -= page_bytes * count
         found[node.id, "memory"] = max(rest, 0)
     return found
-
-
-def huge_pages_name(page_bytes: int) -> str:
-    for shift, suffix in ((30, "Gi"), (20, "Mi"), (10, "Ki")):
-        if page_bytes % (1 << shift) == 0:
-            return f"hugepages-{page_bytes >> shift}{suffix}"
-    return f"hugepages-{page_bytes}"
 
 
 class MemoryState:

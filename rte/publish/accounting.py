@@ -23,6 +23,7 @@ from rte.model import (
     PodUse,
     TopologyManagerPolicy,
     Usage,
+    huge_pages_name,
 )
 
 MAX_ZONES = 64
@@ -240,14 +241,6 @@ def physical_memory(node: NumaNode) -> dict[str, int]:
         if count
     }
     return sizes | ({"memory": node.memory_bytes} if node.memory_bytes else {})
-
-
-def huge_pages_name(page_bytes: int) -> str:
-    """Kubernetes' name of the resource: hugepages-2Mi, hugepages-1Gi, hugepages-64Ki."""
-    for shift, suffix in ((30, "Gi"), (20, "Mi"), (10, "Ki")):
-        if page_bytes % (1 << shift) == 0:
-            return f"hugepages-{page_bytes >> shift}{suffix}"
-    return f"hugepages-{page_bytes}"
 
 
 # What no manager binds
