@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rte.discovery.nvml_worker import Child, ChildFailed, NvmlUnavailable, NvmlWorker
+from rte.discovery.nvml_worker import Child, ChildFailed, NvmlUnavailable, NvmlWorker, lines
 from rte.discovery.nvml_worker import library_folders as folders_below
 from rte.discovery.reading import GpuReading, LinkReading, NvmlEvent, NvmlReading
 from tests.fake_nvml import MIG_CONFIG_CHANGE, XID, Driver
@@ -330,6 +330,31 @@ def test_a_worker_that_talks_nonsense_is_ended(output: str, said: str) -> None:
         child.ask(PATIENCE_S)
     assert str(failed.value).startswith(said)
     child.end()
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        pytest.param([b"one\ntwo\n"], [b"one", b"two"], id="two in one piece"),
+        pytest.param([b"on", b"e\nt", b"wo\n"], [b"one", b"two"], id="two in three pieces"),
+        pytest.param([b"one\ntw"], [b"one", b"tw"], id="the last one has no end"),
+        pytest.param([b"x" * 20, b"y\n"], [b"x" * 20, b"y"], id="one over the limit is cut"),
+        pytest.param([b"\n"], [b""], id="an empty one"),
+        pytest.param([], [], id="none"),
+    ],
+)
+def test_lines_are_put_together_from_pieces(written: list[bytes], expected: list[bytes]) -> None:
+    reading, writing = os.pipe()
+    found = lines({reading: 10})
+    got: list[bytes] = []
+    with open(writing, "wb", buffering=0) as pipe:
+        for piece in written:
+            pipe.write(piece)
+            if piece.endswith(b"\n") or len(piece) > 10:
+                got.append(next(found)[1])
+    got += [line for _, line in found]
+    os.close(reading)
+    assert got == expected
 
 
 @pytest.mark.parametrize("fault", ["", "call nvmlInitWithFlags hang"], ids=["idle", "hanging"])
