@@ -33,9 +33,16 @@ from rte.model import (
     Policy,
     Usage,
 )
-from rte.publish.publisher import FolderSink
+from rte.publish.access import Access
+from rte.publish.apply import ApiServer
+from rte.publish.publisher import ApiSink, FolderSink, Sink
+from tests.conftest import GoProgram
+from tests.http_faults import Fault, FaultyProxy
 from tests.pod_resources import GPU, PodResources
+from tests.real_apiserver import ApiServer as RealApiServer
 from tests.small_machine import machine
+
+CRD = Path(__file__).parents[1] / "crds" / "noderesourcetopology" / "crd.yaml"
 
 # When to look
 
@@ -367,7 +374,7 @@ def compose(observation: Observation) -> list[dict[str, Any]]:
 class Node:
     """An agent with all that it looks at, and the folder that it writes to."""
 
-    def __init__(self, folder: Path, pace: Pace) -> None:
+    def __init__(self, folder: Path, pace: Pace, sink: Sink | None = None) -> None:
         self.root = folder / "kubelet"
         self.plugin_dir = self.root / "device-plugins"
         self.plugin_dir.mkdir(parents=True)
@@ -391,7 +398,7 @@ class Node:
             hardware=self.hardware,
             sources=Sources(policy=self.policy, pods=lambda: self.facts),
             compose=self.compose,
-            sink=FolderSink(self.out),
+            sink=sink or FolderSink(self.out),
             pace=pace,
         )
 
@@ -602,6 +609,50 @@ def test_a_sink_that_refuses_is_said_and_tried_again_with_the_newest(node: Node)
     node.out.unlink()
     node.until(lambda: node.published() == "GPU-1")
     node.until(lambda: not node.agent.problems.current())
+
+
+def test_an_api_server_that_asks_for_patience_gets_it(
+    tmp_path: Path, apiserver: RealApiServer
+) -> None:
+    with FaultyProxy(apiserver) as proxy:
+        proxy.faults = [Fault(429, (("Retry-After", "1"),))]
+        api = ApiServer(Access(server=proxy.url, token=apiserver.token))
+        sink = ApiSink(api, node="n", takeover_after_s=180, owner=False)
+        node = Node(tmp_path, QUICK, sink)
+        with node.pods:
+            node.agent.start()
+            node.until(lambda: "API server" in node.agent.problems.current())
+            for _ in range(3):
+                node.agent.wake(Reason.STATE_FILE)
+                time.sleep(0.2)
+            assert len(proxy.seen) == 1
+            node.until(lambda: len(proxy.seen) > 1)
+            node.agent.stop()
+        node.channel.close()
+        api.close()
+
+
+def test_a_missing_definition_is_said_once_and_awaited(
+    tmp_path: Path, go_program: GoProgram, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RealApiServer(go_program("apiserver")) as fresh:
+        api = ApiServer(Access(server=fresh.url, ca_file=fresh.ca, token=fresh.token))
+        sink = ApiSink(api, node="n", takeover_after_s=180, owner=False)
+        node = Node(tmp_path, QUICK, sink)
+        with node.pods:
+            node.agent.start()
+            node.until(lambda: node.agent.counts.failures.total() >= 3)
+            problem = node.agent.not_ready()["API server"]
+            assert "custom resource definition" in problem
+            fresh.apply_files(CRD)
+            node.until(lambda: not node.agent.not_ready(), within_s=20)
+            node.agent.stop()
+        node.channel.close()
+        api.close()
+        said = [r for r in caplog.records if "custom resource definition" in r.message]
+        assert [record.levelname for record in said] == ["WARNING"]
+        path = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/n"
+        assert fresh.get(path)["zones"][0]["name"] == "node-0"
 
 
 def test_a_bug_does_not_end_the_loop(node: Node) -> None:

@@ -198,6 +198,13 @@ def test_labels_of_the_node_are_ours_alone_to_take_back(
     now = real.get(path)["metadata"]["labels"]
     assert (now["foreign"], now["a"], now.get("b")) == ("x", "3", None)
 
+    again = ApiSink(sink.api, node=node, takeover_after_s=180)
+    assert again.publish(labels(a="3"), 0).wrote is Wrote.UNCHANGED
+    assert ApiSink(sink.api, node=node, takeover_after_s=180).publish(labels(), 0).wrote.is_write
+    assert "a" not in real.get(path)["metadata"]["labels"]
+    assert [outcome.wrote for outcome in again.reread(1)] == [Wrote.APPLIED]
+    assert real.get(path)["metadata"]["labels"]["a"] == "3"
+
 
 def test_labels_never_create_a_node(real: RealApiServer, api: ApiServer, node: str) -> None:
     uid = real.get(f"/api/v1/nodes/{node}")["metadata"]["uid"]

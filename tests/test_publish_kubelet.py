@@ -13,11 +13,13 @@ import pytest
 import yaml
 
 from plugin.life import DevicePlugin, Options
+from plugin.service import TOOK_BUCKETS_S
 from rte.agent import Agent, Kubelet, Pace, Reason, Sources
 from rte.graph.build import build
 from rte.graph.groups import groups
 from rte.kubelet import usage
 from rte.kubelet.policy import read_policy
+from rte.metrics import Measured, renderer
 from rte.model import CpuId, DeviceUse, NumaId, NumaNode, Observation, PodFacts, PodName
 from rte.publish.access import Access
 from rte.publish.apply import ApiServer
@@ -198,6 +200,25 @@ def test_an_admission_is_in_the_api_server_within_a_second(
     time.sleep(0.4)
     assert node.agent.counts.outcomes["NodeResourceTopology", "echo"] == 1
     assert node.writes() - before <= 3
+    scraped = renderer(
+        Measured(
+            version="test",
+            publisher=node.agent,
+            plugin=node.plugin,
+            plugin_buckets_s=TOOK_BUCKETS_S,
+        )
+    )().decode()
+    for line in (
+        'rte_writes_total{kind="NodeResourceTopology",verb="create"} 1.0',
+        'rte_writes_total{kind="NodeResourceTopology",verb="echo"} 1.0',
+        f'rte_devices_used{{resource="{GPU}"}} 0.0',
+        f'rte_largest_aligned_devices{{resource="{GPU}"}} 4.0',
+        f'rte_plugin_registered{{resource="{GPU}"}} 1.0',
+        f'rte_plugin_devices{{health="healthy",resource="{GPU}"}} 8.0',
+        f'rte_preferred_allocation_duration_seconds_count{{resource="{GPU}"}} 1.0',
+        f'rte_allocations_total{{resource="{GPU}"}} 1.0',
+    ):
+        assert line in scraped.splitlines()
     owner = node.body()["metadata"]["ownerReferences"][0]
     assert (owner["kind"], owner["name"]) == ("Node", node.name)
 

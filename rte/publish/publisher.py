@@ -403,29 +403,43 @@ class NodeLabels:
         self._api = api
         self._node = node
         self._wanted: dict[str, str] | None = None
-        self._published: dict[str, str] | None = None
+        self._published: dict[str, str] | None = None  # None: unknown, to be read
 
     def publish(self, body: Body) -> Outcome:
+        """One read and, where they differ, one apply; nothing while nothing changes."""
         self._wanted = dict(body["metadata"].get("labels") or {})
         if self._wanted == self._published:
             return Outcome("Node", Wrote.UNCHANGED)
-        return self._apply(self._wanted)
+        return self._settle(self._wanted)
 
     def reread(self) -> Outcome | None:
-        if self._wanted is None:
-            return None
-        node = self._api.read_node(self._node)
-        if node is not None and holds(node["metadata"].get("labels"), self._wanted):
-            return Outcome("Node", Wrote.UNCHANGED)
-        return self._apply(self._wanted)
+        """Puts back what others changed or removed."""
+        return None if self._wanted is None else self._settle(self._wanted)
 
-    def _apply(self, labels: dict[str, str]) -> Outcome:
+    def _settle(self, labels: dict[str, str]) -> Outcome:
+        self._published = None
         node = self._api.read_node(self._node)
         if node is None:
             raise ApiError(f"GET node {self._node}", "NotFound", "no such Node", status=404)
-        self._api.label_node(self._node, labels, uid=node["metadata"]["uid"])
+        metadata = node["metadata"]
+        right = holds(metadata.get("labels") or {}, labels) and own_labels(node) <= labels.keys()
+        if not right:
+            self._api.label_node(self._node, labels, uid=metadata["uid"])
         self._published = labels
+        if right:
+            return Outcome("Node", Wrote.UNCHANGED)
         return Outcome("Node", Wrote.APPLIED, len(msgspec.json.encode(labels)))
+
+
+def own_labels(live: Body) -> frozenset[str]:
+    """The labels that the API server knows as ours, from the managed fields."""
+    return frozenset(
+        key.removeprefix("f:")
+        for entry in live["metadata"].get("managedFields") or ()
+        if entry.get("manager") == FIELD_MANAGER
+        for key in ((entry.get("fieldsV1") or {}).get("f:metadata") or {}).get("f:labels") or {}
+        if key != "."
+    )
 
 
 # A folder
