@@ -272,6 +272,15 @@ def silent(index: int, error: int, *, bus_id: str | None) -> NvmlReading:
             id="MIG mode that waits for a reset has no devices yet",
         ),
         pytest.param(
+            [
+                "call nvmlDeviceGetNvLinkState fail 3",
+                "call nvmlDeviceGetNvLinkVersion fail 3",
+                "call nvmlDeviceGetNvLinkErrorCounter fail 3",
+            ],
+            FULL,
+            id="what the calls about links do not say comes from field values",
+        ),
+        pytest.param(
             ["driver 590.1"], msgspec.structs.replace(FULL, driver="590.1"), id="another driver"
         ),
         pytest.param(

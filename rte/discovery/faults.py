@@ -8,7 +8,8 @@ until there is evidence that the GPU was reset, and then for a cool-down:
 * NVML asked for a recovery after the event, and no longer does;
 * another driver version is loaded.
 
-A GPU that merely goes on answering is no evidence: after most Xids it does. A new daemon starts
+A GPU that merely goes on answering is no evidence: after most Xids it does. What happens while no
+worker listens (it is being replaced, or NVML is released) is not heard, and a new daemon starts
 without memory of events.
 """
 

@@ -68,6 +68,11 @@ LINK_ERRORS = (
     pynvml.NVML_NVLINK_ERROR_DL_CRC_FLIT,
     pynvml.NVML_NVLINK_ERROR_DL_CRC_DATA,
 )
+LINK_ERROR_FIELDS = (
+    pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY,
+    pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY,
+    pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC,
+)
 
 # Only these are worth waking for; P-state and clock changes come by the thousand.
 WANTED_EVENTS = (
@@ -310,7 +315,42 @@ def read_fields(ask: Asking, wanted: Sequence[tuple[int, int]]) -> list[int | No
 
 
 def read_links(ask: Asking) -> tuple[LinkReading, ...]:
-    """The links that exist. State decides: capability is TRUE for absent links on B200."""
+    """The links that exist. State decides: capability is TRUE for absent links on B200.
+
+    What the calls about a link do not say is asked as field values, which drivers have from
+    Hopper on; those before R450 know none of them. One call is for all links of a GPU.
+    """
+    states = read_link_states(ask)
+    speeds = link_fields(ask, pynvml.NVML_FI_DEV_NVLINK_GET_SPEED, states)
+    found = [
+        LinkReading(
+            link=link,
+            active=active,
+            version=ask(pynvml.nvmlDeviceGetNvLinkVersion, link),
+            remote_type=ask(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, link),
+            remote_bus_id=read_remote(ask, link),
+            speed_mbps=speeds[link],
+            errors=total(ask(pynvml.nvmlDeviceGetNvLinkErrorCounter, link, n) for n in LINK_ERRORS),
+        )
+        for link, active in states.items()
+    ]
+    unversioned = [link.link for link in found if link.version is None]
+    versions = link_fields(ask, pynvml.NVML_FI_DEV_NVLINK_GET_VERSION, unversioned)
+    uncounted = [link.link for link in found if link.errors is None]
+    counters = [link_fields(ask, field, uncounted) for field in LINK_ERROR_FIELDS]
+    errors = {link: total(counter[link] for counter in counters) for link in uncounted}
+    return tuple(
+        msgspec.structs.replace(
+            link,
+            version=versions.get(link.link, link.version),
+            errors=errors.get(link.link, link.errors),
+        )
+        for link in found
+    )
+
+
+def read_link_states(ask: Asking) -> dict[int, bool]:
+    """Whether each link that exists is active."""
     (count,) = read_fields(ask, [(pynvml.NVML_FI_DEV_NVLINK_LINK_COUNT, 0)])
     states: dict[int, bool] = {}
     link = missing = 0
@@ -320,27 +360,28 @@ def read_links(ask: Asking) -> tuple[LinkReading, ...]:
         if state is not None:
             states[link] = bool(state)
         link += 1
-    # One call for all of a GPU's links; drivers before R450 know none of these fields.
-    speeds = read_fields(ask, [(pynvml.NVML_FI_DEV_NVLINK_GET_SPEED, link) for link in states])
-    return tuple(
-        read_link(ask, link, active=active, speed=speed)
-        for (link, active), speed in zip(states.items(), speeds, strict=True)
-    )
+    if states or not count:
+        return states
+    fields = link_fields(ask, pynvml.NVML_FI_DEV_NVLINK_GET_STATE, range(min(count, LINK_BOUND)))
+    return {link: bool(state) for link, state in fields.items() if state is not None}
 
 
-def read_link(ask: Asking, link: int, *, active: bool, speed: int | None) -> LinkReading:
+def link_fields(ask: Asking, field: int, links: Iterable[int]) -> dict[int, int | None]:
+    """One field of several links."""
+    wanted = list(links)
+    values = read_fields(ask, [(field, link) for link in wanted])
+    return dict(zip(wanted, values, strict=True))
+
+
+def read_remote(ask: Asking, link: int) -> str | None:
     remote = ask(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, link)
-    counted = [ask(pynvml.nvmlDeviceGetNvLinkErrorCounter, link, kind) for kind in LINK_ERRORS]
-    errors = [count for count in counted if count is not None]
-    return LinkReading(
-        link=link,
-        active=active,
-        version=ask(pynvml.nvmlDeviceGetNvLinkVersion, link),
-        remote_type=ask(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, link),
-        remote_bus_id=(str(remote.busId) or None) if remote else None,
-        speed_mbps=speed,
-        errors=sum(errors) if errors else None,
-    )
+    return (str(remote.busId) or None) if remote else None
+
+
+def total(counts: Iterable[int | None]) -> int | None:
+    """The sum of those that are known; None when none is."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 FABRIC_STRUCTURES = (

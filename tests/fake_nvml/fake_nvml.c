@@ -865,6 +865,12 @@ static nvmlReturn_t field(const json *gpu, nvmlFieldValue_t *v) {
     case 166: /* NVLINK_GET_VERSION */
         if (!l || !member(l, "speed_mbps")) return l ? NOT_SUPPORTED : no_link(gpu);
         return give_number(l, "version", &v->value.uiVal);
+    case 161: /* NVLINK_ERROR_DL_REPLAY; as the counters, which see */
+        if (!l || !member(l, "speed_mbps")) return l ? NOT_SUPPORTED : no_link(gpu);
+        return give_number(l, "errors", &v->value.uiVal);
+    case 162: /* NVLINK_ERROR_DL_RECOVERY */
+    case 163: /* NVLINK_ERROR_DL_CRC */
+        return l && member(l, "errors") && member(l, "speed_mbps") ? OK : NOT_SUPPORTED;
     case 230: /* GET_GPU_RECOVERY_ACTION */
         if (about(gpu, "recovery", words)) {
             v->value.uiVal = (unsigned)atoi(words[0]);
