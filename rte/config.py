@@ -216,6 +216,27 @@ class Groups(Section, frozen=True, kw_only=True):
     ] = "component"
 
 
+class Labels(Section, frozen=True, kw_only=True):
+    write: Annotated[
+        Literal["none", "node", "feature-file"],
+        opt(
+            "Where the topology labels are written: nowhere, to the Node (needs the right to patch "
+            "it), or as a feature file of Node Feature Discovery.",
+            flag="--labels",
+        ),
+    ] = "none"
+    feature_file: Annotated[
+        str, opt("The feature file, in the folder of Node Feature Discovery's local source.")
+    ] = "/etc/kubernetes/node-feature-discovery/features.d/rte"
+    keys: Annotated[
+        Mapping[str, str],
+        opt(
+            "Other keys: default key → key, an empty one leaves the label out. "
+            "topology.kubernetes.io/nvlink-group is written only when it is named here."
+        ),
+    ] = msgspec.field(default_factory=dict)
+
+
 class Nics(Section, frozen=True, kw_only=True):
     compute: Annotated[
         tuple[str, ...],
@@ -379,6 +400,7 @@ class Config(Section, frozen=True, kw_only=True):
     nrt: Nrt = Nrt()
     numa: Numa = Numa()
     groups: Groups = Groups()
+    labels: Labels = Labels()
     nics: Nics = Nics()
     devices: Devices = Devices()
     cdi: Cdi = Cdi()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from plugin.devices import devices
@@ -17,7 +19,11 @@ from rte.model import DeviceUse, Machine, Observation, PciAddress
 from rte.publish.accounting import Unbound
 from rte.publish.fabric import fabric
 from rte.publish.fingerprint import InformerMode
+from rte.publish.labels import Label, feature_file, labels, node_labels
 from rte.publish.nrt import Detail, FingerprintMethod, nrt
+from rte.publish.publisher import replace_file
+
+log = logging.getLogger(__name__)
 
 
 class Composer:
@@ -31,11 +37,12 @@ class Composer:
         *,
         advertised: Callable[[], tuple[DeviceUse, ...]] | None = None,
         published_fabric: Callable[[], Mapping[str, Any] | None] | None = None,
+        node_uid: Callable[[], str | None] = lambda: None,
     ) -> None:
         """`advertised` are the devices that the plugin of this process lists; without one they
         follow from the machine as a plugin with this configuration would list them.
         `published_fabric` reads the GPUFabric object that a former process left, whose history is
-        continued; it may raise ApiError.
+        continued, `node_uid` the Node's UID; both may raise ApiError.
         """
         self._config = config
         self._node = node
@@ -43,12 +50,17 @@ class Composer:
         self._advertised = advertised
         self._published_fabric = published_fabric
         self._fabric: Mapping[str, Any] | None = None
+        self._node_uid = node_uid
+        self._label_keys = parts.label_keys(config)
+        self._features: str | None = None  # as written
+        self._said: str | None = None
         self._names: dict[PciAddress, str] = {}
         self._most_lanes: dict[PciAddress, int] = {}
 
     def __call__(self, observation: Observation) -> Iterable[Mapping[str, Any]]:
         nrt_options = self._config.nrt
         graph = self._graph_of(observation.machine)
+        previous = self._previous_fabric() if nrt_options.fabric else None
         found = self.groups(graph)
         yield nrt(
             observation,
@@ -74,13 +86,41 @@ class Composer:
                 node_name=self._node,
                 node_uid=None,
                 now=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-                previous=self._previous_fabric(),
+                previous=previous,
             )
             yield self._fabric
+        if self._config.labels.write != "none":
+            uid = self._node_uid() if Label.TOPOLOGY in self._label_keys else None
+            said = labels(observation.machine, found, node_uid=uid, keys=self._label_keys)
+            if self._config.labels.write == "node":
+                yield node_labels(self._node, said)
+            else:
+                self._write_features(feature_file(said))
+
+    def _write_features(self, text: str) -> None:
+        """Replaces the feature file where it differs. One that cannot be written is no reason to
+        publish nothing: it is said once and tried again."""
+        if text == self._features:
+            return
+        path = Path(self._config.labels.feature_file)
+        try:
+            replace_file(path, text.encode())
+        except OSError as error:
+            words = f"labels.featureFile {path} cannot be written: {error.strerror}"
+            if words != self._said:
+                log.warning("%s", words)
+            self._said = words
+        else:
+            self._features, self._said = text, None
 
     def _previous_fabric(self) -> Mapping[str, Any] | None:
+        """The object as it last was. A former process's says what it called the groups, too."""
         if self._fabric is None and self._published_fabric is not None:
-            return self._published_fabric()
+            self._fabric = self._published_fabric()
+            self._published_fabric = None
+            for gpu in (self._fabric or {}).get("status", {}).get("gpus") or ():
+                if gpu.get("group") and gpu["group"] not in self._config.groups.names:
+                    self._names.setdefault(PciAddress(gpu["pci"]), gpu["group"])
         return self._fabric
 
     def groups(self, graph: Graph) -> tuple[Group, ...]:

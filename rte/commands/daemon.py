@@ -242,12 +242,14 @@ class Daemon:
         config, plugin = self.config, self.plugin
         sink: Sink
         published_fabric = None
+        node_uid: Callable[[], str | None] = lambda: None  # noqa: E731 - the absence of an API
         if out is None:
             try:
                 api = parts.api_server(config)
             except ApiError as error:
                 raise Refused(str(error)) from error
             published_fabric = parts.published_fabric(api, self.node)
+            node_uid = parts.node_uid(api, self.node)
             sink = ApiSink(api, node=self.node, takeover_after_s=config.nrt.takeover_after)
             sources = Sources(
                 policy=parts.kubelet_policy(config, api, self.node),
@@ -279,6 +281,7 @@ class Daemon:
                 self.graphs.of,
                 advertised=(lambda: parts.advertised(plugin)) if plugin else None,
                 published_fabric=published_fabric,
+                node_uid=node_uid,
             ),
             sink=sink,
             pace=Pace(

@@ -23,6 +23,7 @@ from rte.model import DeviceUse, Policy, base_units, pci_address
 
 if TYPE_CHECKING:
     from rte.publish.apply import ApiServer
+    from rte.publish.labels import Label
 
 
 def node_name(config: Config) -> str:
@@ -175,3 +176,28 @@ def published_fabric(api: ApiServer, node: str) -> Callable[[], Mapping[str, Any
     from rte.publish.fabric import API_VERSION  # noqa: PLC0415
 
     return lambda: api.read(f"/apis/{API_VERSION}/gpufabrics/{node}")
+
+
+def node_uid(api: ApiServer, node: str) -> Callable[[], str | None]:
+    """Reads the own Node's UID, None where there is no such Node. Raises ApiError."""
+
+    def read() -> str | None:
+        found: Any = api.read_node(node)
+        return str(found["metadata"]["uid"]) if found else None
+
+    return read
+
+
+def label_keys(config: Config) -> Mapping[Label, str]:
+    """The key of each label that is wanted. Raises ConfigError for a label that there is not."""
+    from rte.publish.labels import DEFAULT_KEYS, Label  # noqa: PLC0415
+
+    known = {label.value: label for label in Label}
+    for name in config.labels.keys:
+        if name not in known:
+            raise ConfigError(
+                f"labels.keys.{name}",
+                "configuration",
+                f"no such label; there are {', '.join(sorted(known))}",
+            )
+    return {**DEFAULT_KEYS, **{known[name]: key for name, key in config.labels.keys.items()}}

@@ -476,14 +476,19 @@ class FolderSink:
         return {}
 
     def _write(self, path: Path, body: Body) -> int:
-        """Replaces the file whole: whoever reads it never sees half of it."""
+        """Whoever reads the file never sees half of it."""
         text = msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n"
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(text)
-            temporary.replace(path)
+            replace_file(path, text)
         except OSError as error:
             raise ApiError(f"write {path}", "Unwritable", error.strerror or str(error)) from error
         self._published[path] = body
         return len(text)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replaces a file whole, its folder made if need be. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.replace(path)

@@ -1,0 +1,141 @@
+"""What is published of an observation follows the configuration."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rte.commands.compose import Composer
+from rte.config import Config, ConfigError
+from rte.graph.build import build
+from rte.model import Allocatable, Machine, NvLinkEnd, Observation, Policy, Usage
+from rte.sources.recorded import read_recorded
+
+MACHINE = read_recorded(Path(__file__).parent / "machines/pcie-a100-pairs")
+UID = "6f1f3b1c-0d1e-4f6e-9a51-000000000001"
+
+
+def configured(text: str = "{}") -> Config:
+    import yaml
+
+    return msgspec.convert(yaml.safe_load(text), Config)
+
+
+def composer(text: str = "{}", **sources: Any) -> Composer:
+    return Composer(configured(text), "n1", build, **sources)
+
+
+def observed(machine: Machine = MACHINE) -> Observation:
+    return Observation(
+        machine=machine, usage=Usage(), allocatable=Allocatable(), policy=Policy(), faults={}
+    )
+
+
+def bodies(made: Composer, machine: Machine = MACHINE) -> dict[str, Any]:
+    return {str(body["kind"]): body for body in made(observed(machine))}
+
+
+def test_the_graph_is_published_beside_the_topology() -> None:
+    assert set(bodies(composer())) == {"NodeResourceTopology", "GPUFabric"}
+    assert set(bodies(composer("nrt: {fabric: false}"))) == {"NodeResourceTopology"}
+
+
+def test_the_history_of_a_former_process_is_continued() -> None:
+    before = bodies(composer())["GPUFabric"]
+    gpus = MACHINE.gpus
+    lost = replace(MACHINE, gpus=(replace(gpus[0], lost="fallen off the bus", links=()), *gpus[1:]))
+    after = bodies(composer(published_fabric=lambda: before), lost)["GPUFabric"]
+    first, second = after["status"]["history"]
+    assert first["changes"] == ["first seen"]
+    assert any("fallen off the bus" in line or "gpu-0" in line for line in second["changes"])
+
+
+def test_group_names_outlive_a_restart_of_ours() -> None:
+    before = bodies(composer())["GPUFabric"]
+    broken = replace(
+        MACHINE,
+        gpus=tuple(replace(gpu, links=()) if gpu.number in (0, 2) else gpu for gpu in MACHINE.gpus),
+    )
+    after = bodies(composer(published_fabric=lambda: before), broken)["GPUFabric"]
+    assert [group["name"] for group in after["status"]["groups"]] == [
+        "group-1",
+        "group-2",
+        "group-3",
+    ]
+
+
+def test_a_group_keeps_its_name_when_one_before_it_falls_apart() -> None:
+    made = composer()
+    first = bodies(made)
+    names = {
+        zone["name"] for zone in first["NodeResourceTopology"]["zones"] if "group" in zone["name"]
+    }
+    assert names == {"group-0", "group-1", "group-2", "group-3"}
+    broken = replace(
+        MACHINE,
+        gpus=tuple(replace(gpu, links=()) if gpu.number in (0, 2) else gpu for gpu in MACHINE.gpus),
+    )
+    zones = bodies(made, broken)["NodeResourceTopology"]["zones"]
+    assert {zone["name"] for zone in zones if zone["type"] == "NVLinkGroup"} == names - {"group-0"}
+
+
+def test_a_gpu_with_fewer_lanes_than_before_is_degraded_for_this_boot() -> None:
+    made = composer()
+    bodies(made)
+    fewer = replace(
+        MACHINE,
+        gpus=tuple(
+            replace(gpu, links=tuple(halved(end) for end in gpu.links)) for gpu in MACHINE.gpus
+        ),
+    )
+    groups = bodies(made, fewer)["GPUFabric"]["status"]["groups"]
+    assert all(group["degraded"] for group in groups)
+    assert not any(
+        g.get("degraded") for g in bodies(composer(), fewer)["GPUFabric"]["status"]["groups"]
+    )
+
+
+def halved(end: NvLinkEnd) -> NvLinkEnd:
+    return replace(end, lanes=end.lanes // 2)
+
+
+def test_labels_are_written_only_when_asked() -> None:
+    assert "Node" not in bodies(composer())
+    node = bodies(composer("labels: {write: node}"))["Node"]
+    assert node["metadata"]["labels"]["hardware.nvlink.groups"] == "4"
+    assert node["metadata"]["labels"]["hardware.gpu.per-numa"] == "4-4"
+    assert not any("kubernetes.io" in key for key in node["metadata"]["labels"])
+
+
+def test_the_topology_key_is_unique_in_the_cluster() -> None:
+    made = composer(
+        "labels: {write: node, keys: {topology.kubernetes.io/nvlink-group: example.com/nvlink}}",
+        node_uid=lambda: UID,
+    )
+    assert bodies(made)["Node"]["metadata"]["labels"]["example.com/nvlink"] == "6f1f3b1c.group-0"
+
+
+def test_a_label_can_be_left_out_and_a_misspelt_one_is_refused() -> None:
+    made = composer("labels: {write: node, keys: {hardware.nvlink.shape: ''}}")
+    assert "hardware.nvlink.shape" not in bodies(made)["Node"]["metadata"]["labels"]
+    with pytest.raises(ConfigError, match=r"labels\.keys\.hardware\.nvlink: no such label"):
+        composer("labels: {keys: {hardware.nvlink: x}}")
+
+
+def test_labels_as_a_feature_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "features.d" / "rte"
+    made = composer(f"labels: {{write: feature-file, featureFile: {path}}}")
+    assert "Node" not in bodies(made)
+    assert "hardware.nvlink.groups=4\n" in path.read_text()
+
+
+def test_a_feature_file_that_cannot_be_written_stops_nothing_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    made = composer(f"labels: {{write: feature-file, featureFile: {tmp_path}/file/rte}}")
+    for _ in range(2):
+        assert "NodeResourceTopology" in bodies(made)
+    assert caplog.text.count("cannot be written") == 1
