@@ -31,7 +31,7 @@ from rte.view.ink import Ink, plain
 from rte.view.text import WIDTH, text
 from rte.view.why import beside, devices, why
 from rte.view.words import counted, ranges
-from rte.view.zones import amount, available, forecast_table, right_aligned, zone_table
+from rte.view.zones import LARGEST, amount, available, forecast_table, right_aligned, zone_table
 
 PACKAGE = Path(__file__).parent.parent
 MACHINE = PACKAGE / "recorded" / "pcie-a100-pairs"
@@ -97,7 +97,7 @@ def main(args: argparse.Namespace) -> int:
     # A kubelet that ends is no news here, and gRPC's C core would say so on standard error.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     logging.basicConfig(
-        level=logging.INFO if args.verbose else logging.ERROR,
+        level=logging.INFO if args.verbose else logging.WARNING,
         format="rte: %(name)s: %(message)s",
         stream=sys.stderr,
     )
@@ -211,7 +211,8 @@ class Demo:
         ink = self.ink
         ink.line(("rte demo", "bold"), ": a GPU node, all of it but the hardware, in one process")
         ink.title("The machine")
-        ink.line(heading(folder), (f"  ({near(folder)})", "dim"))
+        ink.line(heading(folder))
+        ink.line((f"recorded in {near(folder)}", "dim"))
         ink.line()
         ink.line(text(self.node.graph, self.node.groups).rstrip("\n"))
 
@@ -266,7 +267,7 @@ class Demo:
 
     def head(self, spec: PodSpec, admission: Admission) -> None:
         asks = totals(spec)
-        words = ", ".join(asked(name, units) for name, units in asks.items()) or "nothing"
+        words = ", ".join(asked(name, milli) for name, milli in asks.items()) or "nothing"
         name = spec.pod.name
         if spec.pod.namespace != "default":
             name = f"{spec.pod.namespace}/{name}"
@@ -280,6 +281,9 @@ class Demo:
             words = self.place(use)
             self.ink.labelled(label, f"{use.name}: {words}" if several else words, "green")
             label = ""
+        if any(use.devices for use in answer.containers) and spec.qos != "Guaranteed":
+            words = f"{spec.qos} pods have no CPUs and memory of their own, only devices"
+            self.ink.labelled("", words)
         unknown = {
             name
             for container in spec.containers
@@ -313,17 +317,21 @@ class Demo:
         if answer.reason != "TopologyAffinityError":
             return
         asks = totals(spec)
-        zones = available(before)
-        counted_here = [name for name in asks if any(name in free for free in zones.values())]
+        zones = {
+            zone: {name: 1000 * units for name, units in free.items()}
+            for zone, free in available(before).items()
+        }
+        known = [name for name in asks if any(name in free for free in zones.values())]
+        label = "free"
         for zone, free in zones.items():
             words = ", ".join(
                 asked(name, free.get(name, 0))
                 + (" (too few)" if free.get(name, 0) < asks[name] else "")
-                for name in counted_here
+                for name in known
             )
-            self.ink.labelled("" if zone != "node-0" else "free", f"{zone}: {words}")
-        sums = {name: sum(free.get(name, 0) for free in zones.values()) for name in counted_here}
-        if all(sums[name] >= asks[name] for name in counted_here):
+            self.ink.labelled(label, f"{zone}: {words}")
+            label = ""
+        if all(sum(free.get(name, 0) for free in zones.values()) >= asks[name] for name in known):
             self.ink.labelled(
                 "note",
                 "Together it would be enough: a scheduler that counts totals sends such a pod "
@@ -356,7 +364,7 @@ class Demo:
         other = choose(graph, available=first, size=len(first), free=free).preference
         if other is not None:
             words = beside(graph, decision.preference, first, other)
-            ink.labelled("instead of", f"{words}, where the first of the list are taken")
+            ink.labelled("instead of", f"the first of the list, {words}")
 
     def unasked(self, decision: Decision, free: frozenset[DeviceId]) -> str:
         """Why the kubelet took devices without a question."""
@@ -370,9 +378,11 @@ class Demo:
 
     def handed(self, admission: Admission) -> None:
         """What the plugin's Allocate gave to each container."""
-        for answer in admission.answers.values():
+        several = len({container for container, _ in admission.answers}) > 1
+        for (container, _), answer in admission.answers.items():
+            of = f"{container}: " if several else ""
             for name, value in sorted(answer.envs.items()):
-                self.ink.labelled("gets", f"{name}={shortened(value)}", "dim")
+                self.ink.labelled("gets", f"{of}{name}={shortened(value)}", "dim")
             rest = {
                 "mounts": len(answer.mounts),
                 "device nodes": len(answer.devices),
@@ -397,12 +407,10 @@ class Demo:
                 is_new = column > FIRST_MOMENT and cell.strip() != row[column - 1].strip()
                 parts += [(cell, "bold cyan") if is_new and row is not rows[0] else cell, "  "]
             self.ink.line(*trimmed(parts))
-        self.ink.line()
-        for words in (
-            "largest is the largest request that one NUMA node still takes, linked the largest of",
-            "devices that are all joined by NVLink; both are attributes of the object.",
-        ):
-            self.ink.line((words, "dim"))
+        labels = {row[0].strip() for row in rows}
+        for label, means in FORECASTS.items():
+            if label in labels:
+                self.ink.line((f"{label}: {means}", "dim"))
 
     def files(self, *, kept: bool) -> None:
         folder, written = self.node.journal.folder, self.node.journal.written
@@ -439,12 +447,18 @@ class Demo:
         return frozenset(self.node.graph.ids) - frozenset().union(*held.values())
 
 
+FORECASTS = {
+    LARGEST["largestAligned."]: "what one pod can still ask for and be admitted",
+    LARGEST["largestNvlinkAligned."]: "the same, of devices that are all joined by NVLink",
+}
 FIRST_MOMENT = 4  # the column of what was free at first
 
 
 def figures(moments: Sequence[tuple[str, Mapping[str, object]]]) -> list[list[str]]:
     """The table of zones and forecasts, its cells padded."""
-    rows = [*zone_table(moments), [""] * (FIRST_MOMENT + len(moments)), *forecast_table(moments)]
+    rows, forecasts = zone_table(moments), forecast_table(moments)
+    if forecasts:
+        rows += [[""] * len(rows[0]), *forecasts]
     rows[0] = [name[:NAME_ROOM] for name in rows[0]]
     return right_aligned(rows, left=2)
 
@@ -495,20 +509,21 @@ def first_fit(decision: Decision) -> tuple[DeviceId, ...]:
 
 
 def totals(spec: PodSpec) -> dict[str, int]:
-    """What the pod asks at once, in base units; devices first, then cpu and memory."""
-    asks = {name for c in spec.containers for name in {**c.requests, **c.limits}}
+    """What the pod asks at once, in thousandths; devices first, then cpu and memory."""
+    asks = {name for c in spec.containers for name in c.requests}
     found = {}
     for name in sorted(asks, key=lambda name: ("/" not in name, name)):
         amounts = {c.name: c.requests.get(name, 0) for c in spec.containers}
         if thousandths := pod_total(spec, amounts):
-            found[name] = -(-thousandths // 1000)
+            found[name] = thousandths
     return found
 
 
-def asked(resource: str, units: int) -> str:
+def asked(resource: str, thousandths: int) -> str:
     """An amount with what it is of."""
     if resource == "cpu":
-        return counted(units, "CPU")
+        return f"{thousandths / 1000:g} CPU{'' if thousandths == 1000 else 's'}"
+    units = -(-thousandths // 1000)
     if resource == "memory":
         return amount(resource, units)
     return f"{amount(resource, units)} {resource}"
@@ -537,13 +552,16 @@ class Stay:
         node.status.start("127.0.0.1", 0)
         ink.title("Serving until Ctrl-C")
         base = f"http://127.0.0.1:{node.status.port}"
-        ink.labelled("http", f"{base}/metrics /healthz /readyz /topology /decisions")
-        ink.labelled("kubelet", str(node.kubelet.plugin_socket))
-        for registration in node.plugin.registrations.values():
-            ink.labelled("plugin", str(registration.socket))
-        ink.labelled("PodResources", str(node.kubelet.pod_resources))
-        ink.labelled("objects", str(node.journal.folder))
-        ink.labelled("pods", f"{self.folder}: add a manifest to admit it, delete it to end the pod")
+        places = [
+            ("http", f"{base}/metrics /healthz /readyz /topology /decisions"),
+            ("kubelet", str(node.kubelet.plugin_socket)),
+            *(("plugin", str(r.socket)) for r in node.plugin.registrations.values()),
+            ("PodResources", str(node.kubelet.pod_resources)),
+            ("objects", str(node.journal.folder)),
+            ("pods", f"{self.folder}: add a manifest to admit it, delete it to end the pod"),
+        ]
+        for label, words in places:
+            ink.labelled(label, words, room=14)
         stop = threading.Event()
         handlers = {
             number: signal.signal(number, lambda *_: stop.set())
@@ -599,9 +617,11 @@ class Stay:
 
     def free(self) -> None:
         """What is free now, a line for each NUMA node."""
+        label = "free"
         for zone, free in available(self.show.node.topology()).items():
-            words = ", ".join(asked(name, units) for name, units in free.items())
-            self.show.ink.labelled("free", f"{zone}: {words}", "dim")
+            words = ", ".join(asked(name, 1000 * units) for name, units in free.items())
+            self.show.ink.labelled(label, f"{zone}: {words}", "dim")
+            label = ""
 
 
 def unused(path: Path) -> Path:

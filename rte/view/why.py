@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rte.graph.build import Graph
+from rte.graph.build import Closeness, Graph
 from rte.graph.choose import Preference, RunnerUp
 from rte.model import DeviceId, Level
 from rte.view.reason import WORDS, names, said
@@ -12,14 +12,11 @@ from rte.view.words import CELLS, counted, speed
 
 BETTER = {
     "alike": "all of one kind",
-    "linked": "all reach each other over NVLink",
-    "bottleneck": "the slowest pair is faster",
-    "total": "the pairs are faster together",
-    "numa_spread": "nearer to each other's memory",
-    "sound": "fewer suspect links",
-    "nics": "better served with NICs",
-    "leftover": "leaves more to the next pod",
-    "order": "the smaller PCI addresses",
+    "total": "the pairs together are the fastest",
+    "numa_spread": "nearest to each other",
+    "sound": "the fewest suspect links",
+    "nics": "best served with NICs",
+    "leftover": "most is left to the next pod",
 }
 
 
@@ -37,7 +34,16 @@ def why(
     other = said(runner_up.chosen, names(graph))
     if decided_by == "order":
         return f"{like}{other} would do as well, the smaller PCI addresses decide"
-    return f"{like}{apart(graph, preference, runner_up.preference, decided_by)} ({other})"
+    if decided_by == "linked":
+        return f"{like}the next best, {other}, is not joined by NVLink"
+    if decided_by == "bottleneck":
+        one, two = preference.bottleneck, runner_up.preference.bottleneck
+        return f"{like}the next best, {other}, has {falls_behind(one, two)}"
+    one_value, two_value = (
+        WORDS[decided_by](getattr(of, decided_by), graph)
+        for of in (preference, runner_up.preference)
+    )
+    return f"{like}{BETTER[decided_by]}: {one_value}; the next best, {other}: {two_value}"
 
 
 def likeness(preference: Preference) -> str:
@@ -51,21 +57,24 @@ def pairs(preference: Preference) -> str:
     """The slowest pair, which a job waits for."""
     slowest = preference.bottleneck
     nvlink, level = slowest.nvlink_megabytes_per_s, CELLS[Level(slowest.level)]
-    which = "" if len(preference.order) == 2 else "slowest pair "
+    which = "" if len(preference.order) == 2 else "slowest pair: "
     if nvlink:
         return f"{which}NVLink at {speed(nvlink)}"
     link = f" at {speed(slowest.link_megabytes_per_s)}" if slowest.link_megabytes_per_s else ""
     if preference.linked:
-        return f"linked by NVLink over others, {which}PCIe {level}{link}"
+        return f"NVLink over others, {which}PCIe {level}{link}"
     return f"{which}no NVLink, PCIe {level}{link}"
 
 
-def apart(graph: Graph, better: Preference, worse: Preference, field: str) -> str:
-    """The deciding field, with its value in either set."""
-    if field == "linked":
-        return f"{BETTER[field]}, not so the next best"
-    one, other = (WORDS[field](getattr(of, field), graph) for of in (better, worse))
-    return f"{BETTER[field]}: {one}; next best: {other}"
+def falls_behind(better: Closeness, worse: Closeness) -> str:
+    """In what a pair is worse than a better one."""
+    if better.nvlink_megabytes_per_s != worse.nvlink_megabytes_per_s:
+        nvlink = worse.nvlink_megabytes_per_s
+        return f"NVLink at {speed(nvlink)} only" if nvlink else "no NVLink"
+    if better.level != worse.level:
+        one, two = (CELLS[Level(of.level)] for of in (better, worse))
+        return f"PCIe {two}, not {one}"
+    return f"PCIe at {speed(worse.link_megabytes_per_s)} only"
 
 
 def beside(graph: Graph, chosen: Preference, others: Sequence[DeviceId], other: Preference) -> str:
