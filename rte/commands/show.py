@@ -8,7 +8,10 @@ import sys
 
 from rte.commands.source import CannotRead, Source, add_source, read_source
 from rte.view.document import document
+from rte.view.dot import dot
+from rte.view.nccl import NoAddresses, nccl
 from rte.view.smi import smi
+from rte.view.svg import svg
 from rte.view.text import text
 
 
@@ -16,20 +19,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o",
         "--output",
-        choices=["text", "json", "yaml", "smi"],
+        choices=["text", "json", "yaml", "svg", "dot", "smi", "nccl"],
         default="text",
-        help="text for people (default), json or yaml for programs, smi as `nvidia-smi topo -m`",
+        help="text for people (default), json or yaml for programs, svg as a picture, dot for "
+        "Graphviz, smi as `nvidia-smi topo -m`, nccl as a file for NCCL_TOPO_FILE",
     )
     add_source(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     try:
-        source = read_source(args)
-    except CannotRead as error:
+        shown = rendered(read_source(args), args.output)
+    except (CannotRead, NoAddresses) as error:
         print(f"rte show: {error}", file=sys.stderr)
         return 2
-    print(rendered(source, args.output), end="")
+    print(shown, end="")
     return 0
 
 
@@ -38,6 +42,12 @@ def rendered(source: Source, output: str) -> str:
         return text(source.graph, source.groups)
     if output == "smi":
         return smi(source.graph)
+    if output == "nccl":
+        return nccl(source.graph)
+    if output == "dot":
+        return dot(source.graph, source.groups)
+    if output == "svg":
+        return svg(source.graph, source.groups)
     values = document(source.graph, source.groups)
     if output == "json":
         return json_text(values)

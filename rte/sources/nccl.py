@@ -315,11 +315,19 @@ def gpu(number: int, address: PciAddress, found: Found, ours: frozenset[PciAddre
     return Gpu(
         number=number,
         pci=address,
-        # The name is not said; the device id tells kinds apart.
-        product=f"NVIDIA device {device.device:04x}" if device.device else None,
+        product=product(device, element),
         index=index if index >= 0 else None,
         links=links(element, address, found, ours) if element else (),
     )
+
+
+def product(device: PciDevice, element: Element | None) -> str | None:
+    """The name is not said; device id and compute capability tell kinds apart."""
+    generation = element.get("sm") if element else ""
+    words = [f"NVIDIA device {device.device:04x}" if device.device else "NVIDIA GPU"]
+    if re.fullmatch("[0-9]{2,3}", generation):
+        words.append(f"sm {generation}")
+    return " ".join(words) if device.device or len(words) > 1 else None
 
 
 def links(
@@ -367,7 +375,7 @@ def far_end(
     if remote in ours:
         return None if remote == near else (LinkPeer.GPU, remote)
     if kind == NPU:
-        return LinkPeer.CPU, None
+        return LinkPeer.CPU, remote
     if kind is not None and kind >> 16 == 0x03:
         return None
     hidden = remote is None or (set(text) <= set("fF:.0") and "f" in text.casefold())
