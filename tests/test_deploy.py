@@ -549,12 +549,14 @@ def test_the_kubelet_takes_the_sample_and_aligns_gpus_cpus_and_memory(
             assert container.memory_nodes == (node,)
             k.remove(name)
 
-        across = k.admit(pod("across", wants(5, 10, "8Gi")))
+        # Also where GPUs alone have no better place, as `restricted` would admit them.
+        across = k.admit(pod("across", {"nvidia.com/gpu": 5}))
         assert across.reason == "TopologyAffinityError"
         half_a_core = k.admit(pod("half", wants(1, 3, "8Gi")))
         assert half_a_core.reason == "SMTAlignmentError"
-        # The first core of each socket is the system's.
-        assert set(k.state().shared_cpus) >= {0, 64, 32, 96}
+    # The first core of each socket is the system's.
+    reserved = {int(cpu) for cpu in sample["reservedSystemCPUs"].split(",")}
+    assert reserved == {cpu for node in machine for cpu in node["cores"][0]}
 
 
 def test_the_example_pods_are_admitted_and_aligned(
