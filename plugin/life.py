@@ -97,7 +97,7 @@ class DevicePlugin:
         self._wake = threading.Event()
         self._usage_due = threading.Event()
         self._usage_seen = False
-        self._usage_problem: str | None = None
+        self._usage_problem: grpc.StatusCode | None = None
         self._usage_at = self._check_at = 0.0  # when each is due, monotonic seconds
         self._settled = False
         self._logged = 0  # number of the last decision that is in the log
@@ -365,8 +365,8 @@ class DevicePlugin:
 
     def _usage_failed(self, error: KubeletError) -> None:
         self.usage_faults += 1
-        if self._usage_problem != str(error):
-            self._usage_problem = str(error)
+        if self._usage_problem != error.code:
+            self._usage_problem = error.code
             log.warning("what is in use is not known for now: %s", error)
 
     def _check(self, kubelet: grpc.Channel | None) -> bool:
