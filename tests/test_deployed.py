@@ -322,6 +322,20 @@ def test_a_cordon_in_the_config_map_counts_without_a_restart(daemon: Daemon) -> 
     assert daemon.is_ready()
 
 
+def test_a_kubelet_configuration_that_is_not_there_is_named_until_it_is(daemon: Daemon) -> None:
+    file = daemon.kubelet.root / "config.yaml"
+    aside = file.rename(file.with_name("aside.yaml"))
+    daemon.start()
+    daemon.until(lambda: str(file) in daemon.get("/readyz")[1], "not ready, with the file's name")
+    daemon.kubelet.wait_devices(GPU, 8)
+    aside.rename(file)
+    daemon.until(daemon.is_ready, "ready")
+    nrt = daemon.nrt()
+    assert nrt is not None
+    attributes = {each["name"]: each["value"] for each in nrt["attributes"]}
+    assert attributes["topologyManagerPolicy"] == "single-numa-node"
+
+
 def test_the_fabric_is_written_once_and_belongs_to_the_node(daemon: Daemon) -> None:
     daemon.start()
     path = f"{fabric_path(daemon.cluster)}/{daemon.node}"
