@@ -212,7 +212,7 @@ class Demo:
         ink.line(("rte demo", "bold"), ": a GPU node, all of it but the hardware, in one process")
         ink.title("The machine")
         ink.line(heading(folder))
-        ink.line((f"recorded in {near(folder)}", "dim"))
+        ink.line((f"its facts, and where each comes from: {near(folder)}", "dim"))
         ink.line()
         ink.line(text(self.node.graph, self.node.groups).rstrip("\n"))
 
@@ -347,7 +347,8 @@ class Demo:
         took = f"in {decision.took_s * 1000:.1f} ms"
         required = f", {self.said(decision.required)} required" if decision.required else ""
         ink.labelled("offered", f"{self.said(decision.offered)}{required}")
-        ink.labelled("chosen", f"{self.said(decision.answer)}, {took}", "cyan")
+        by = f"decided by {decision.decided_by}, " if decision.decided_by else ""
+        ink.labelled("chosen", f"{self.said(decision.answer)}, {by}{took}", "cyan")
         if decision.preference is None:
             return
         graph = self.node.graph
@@ -428,7 +429,8 @@ class Demo:
         rows = [
             (f"{rte} demo --out objects", "keeps what is published: diff two of the files"),
             (f"{rte} demo --policy best-effort", "the same pods where nothing must be aligned"),
-            (f"{rte} demo POD.yaml …", f"your own pods; these are in {near(EXAMPLES)}"),
+            (f"{rte} demo POD.yaml …", "your own pods; the examples are in"),
+            ("", near(EXAMPLES)),
             (f"{rte} demo --machine FOLDER", f"your own node, after `{rte} record FOLDER` there"),
             (f"{rte} demo --stay", "keeps serving: metrics, sockets, more pods"),
             (f"{rte} choose --size 2 {near(MACHINE)}", ""),
