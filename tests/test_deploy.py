@@ -15,7 +15,7 @@ from rte.config import load
 from tests.conftest import GoProgram, StartKubelet
 from tests.deployed import DEPLOY, ROOT, apply_strictly, config_text, deploy, of_kind
 from tests.deployed import render as rendered_objects
-from tests.real_apiserver import APPLY, ApiServer, Json
+from tests.real_apiserver import APPLY, MERGE, ApiServer, Json
 from tests.real_kubelet import numa_nodes, pod
 from tests.simple_plugin import SimplePlugin
 
@@ -78,7 +78,8 @@ def test_all_components_go_together(apiserver: ApiServer, render: Render, tmp_pa
 
     kustomization = {
         "resources": [relative("overlays/two-processes")],
-        "components": [relative(f"components/{name}") for name in COMPONENTS],
+        # Labels go one way or the other.
+        "components": [relative(f"components/{n}") for n in COMPONENTS if n != "feature-file"],
     }
     (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
     objects = render(tmp_path)
@@ -139,6 +140,11 @@ def pods(render: Render, folders: Iterable[str] = FOLDERS) -> Iterator[Pod]:
 
 
 UNPRIVILEGED = [f for f in FOLDERS if f not in ("overlays/mounted-driver", "overlays/mig")]
+# Folders that an overlay is for, beside those of the base.
+WRITTEN = {
+    "overlays/mounted-driver": {"/dev"},
+    "overlays/feature-file": {"/etc/kubernetes/node-feature-discovery/features.d"},
+}
 
 
 def test_without_an_overlay_that_says_so_nothing_is_privileged(render: Render) -> None:
@@ -153,9 +159,8 @@ def test_without_an_overlay_that_says_so_nothing_is_privileged(render: Render) -
         }
         assert each.spec["runtimeClassName"] == "nvidia"
         host_paths = [v["hostPath"]["path"] for _, v in each.mounts() if "hostPath" in v]
-        assert all(path == "/sys" or path.startswith("/var/lib/kubelet") for path in host_paths), (
-            each.folder
-        )
+        others = {path for path in host_paths if not path.startswith("/var/lib/kubelet")}
+        assert others == {"/sys"} | WRITTEN.get(each.folder, set())
 
 
 def test_no_overlay_uses_a_namespace_of_the_host(render: Render) -> None:
@@ -173,8 +178,7 @@ def test_only_folders_are_mounted(render: Render) -> None:
 def test_what_may_be_written_is_named(render: Render) -> None:
     for each in pods(render):
         written = {m["mountPath"] for m, _ in each.mounts() if not m.get("readOnly")}
-        device_nodes = {"/dev"} if each.folder == "overlays/mounted-driver" else set()
-        assert written == device_nodes | {
+        assert written == WRITTEN.get(each.folder, set()) | {
             "/run/rte",
             "/var/lib/kubelet/device-plugins",  # our socket
             "/var/lib/kubelet/pod-resources",  # to connect to a socket is to write to it
@@ -247,7 +251,7 @@ def test_the_configuration_is_one_that_the_program_takes(render: Render, tmp_pat
                 m["mountPath"]: v["hostPath"]["path"] for m, v in each.mounts() if "hostPath" in v
             }
             assert paths[config.nvml.container_driver_root] == config.nvml.driver_root
-        assert each.container["args"][1:] == ["--config", "/etc/rte/rte.yaml"]
+        assert each.container["args"][1:3] == ["--config", "/etc/rte/rte.yaml"]
 
 
 def test_the_pod_watch_is_the_only_difference_that_its_component_makes(
@@ -509,6 +513,48 @@ def test_it_writes_the_own_nodes_object_and_no_other(
     assert status == 422
     assert "(unknown)" in message
     assert write(agent.other_node, apiserver.token, "changed")[0] == 200
+
+
+def test_with_node_labels_it_changes_the_own_nodes_labels_and_nothing_else(
+    apiserver: ApiServer, agent: Agent, render: Render
+) -> None:
+    objects = render(DEPLOY / "overlays" / "node-labels")
+    (base_role,) = of_kind(render(DEPLOY / "base"), "ClusterRole")
+    (role,) = of_kind(objects, "ClusterRole")
+    assert rules(role["rules"]) - rules(base_role["rules"]) == {("", "nodes", "patch")}
+    here, there = (f"/api/v1/nodes/{node}" for node in (agent.node, agent.other_node))
+    foreign = {"metadata": {"labels": {"pool": "a"}}}
+    apiserver.ask("PATCH", here, foreign, content_type=MERGE)
+
+    def patch(path: str, body: Json, token: str = agent.token) -> int:
+        return apiserver.request("PATCH", path, body, token=token, content_type=MERGE).status
+
+    def label(key: str, value: str | None) -> Json:
+        return {"metadata": {"labels": {key: value}}}
+
+    try:
+        for each in objects:
+            apply_strictly(apiserver, each)
+        ours = label("hardware.nvlink.groups", "2")
+        until(lambda: patch(here, ours) == 200, lambda: f"{patch(here, ours)}")
+        until(lambda: patch(there, ours) == 422, lambda: f"{patch(there, ours)}")
+        assert patch(here, label("hardware.nvlink.groups", None)) == 200
+        denied = [
+            label("pool", "b"),
+            label("pool", None),
+            label("node-role.kubernetes.io/control-plane", ""),
+            label("hardware.nvlink.groups.example/x", ""),
+            {"metadata": {"annotations": {"a": "b"}}},
+            {"metadata": {"finalizers": ["example.com/x"]}},
+            {"spec": {"unschedulable": True}},
+            {"spec": {"taints": [{"key": "a", "effect": "NoExecute"}]}},
+        ]
+        assert [patch(here, body) for body in denied] == [422] * len(denied)
+        assert patch(f"{here}/status", {"status": {"capacity": {"nvidia.com/gpu": "9"}}}) == 403
+        assert patch(here, ours, agent.token_without_node) == 422
+        assert patch(there, label("pool", "c"), apiserver.token) == 200
+    finally:
+        apply_strictly(apiserver, base_role)
 
 
 def until(holds: Callable[[], bool], what: Callable[[], str], *, within_s: float = 10) -> None:

@@ -86,6 +86,7 @@ class Daemon:
         driver: Driver,
         folder: Path,
     ) -> None:
+        self.objects = objects
         (self.daemon_set,) = (
             each for each in of_kind(objects, "DaemonSet") if each["metadata"]["name"] == name
         )
@@ -131,9 +132,10 @@ class Daemon:
         """Starts it with the container's arguments and variables, and these."""
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        role, option, _ = self.container["args"]
+        role, option, _, *more = self.container["args"]
         file = self.write_config(port)
-        command = [sys.executable, "-c", LAUNCHER, str(self.secrets), role, option, str(file)]
+        arguments = [str(self.secrets), role, option, str(file), *more]
+        command = [sys.executable, "-c", LAUNCHER, *arguments]
         server = urlsplit(self.cluster.apiserver.url)
         variables = {
             "PATH": os.environ["PATH"],
@@ -412,6 +414,46 @@ def offered(daemon: Daemon) -> dict[str, str]:
     """Allocatable GPUs and slices of the node."""
     allocatable = daemon.kubelet.state().allocatable
     return {name: count for name, count in allocatable.items() if name.startswith("nvidia.com/")}
+
+
+LABELS = {
+    "hardware.gpu.per-numa": "4-4",
+    "hardware.nvlink.group": "group-0",
+    "hardware.nvlink.group-size": "8",
+    "hardware.nvlink.groups": "1",
+    "hardware.nvlink.shape": "mesh",
+}
+
+
+def test_labels_are_on_the_node(daemons: StartDaemon) -> None:
+    daemon = daemons("overlays/node-labels")
+    server = daemon.cluster.apiserver
+    (base_role,) = of_kind(daemon.cluster.objects, "ClusterRole")
+
+    def found() -> dict[str, str]:
+        labels: dict[str, str] = server.get(f"/api/v1/nodes/{daemon.node}")["metadata"]["labels"]
+        return {key: value for key, value in labels.items() if key.startswith("hardware.")}
+
+    try:
+        for each in daemon.objects:
+            apply_strictly(server, each)
+        daemon.start()
+        daemon.until(daemon.is_ready, "ready")
+        daemon.until(lambda: found() == LABELS, f"{LABELS}, not {found()}")
+    finally:
+        apply_strictly(server, base_role)
+
+
+def test_labels_are_in_a_feature_file(daemons: StartDaemon, tmp_path: Path) -> None:
+    daemon = daemons("overlays/feature-file")
+    file = tmp_path / "features.d" / "rte"
+    file.parent.mkdir()
+    daemon.config["labels"] = {"featureFile": str(file)}
+    daemon.start()
+    daemon.until(file.exists, "the feature file")
+    assert dict(line.split("=") for line in file.read_text().splitlines()) == LABELS
+    daemon.until(daemon.is_ready, "ready")
+    assert "forbidden" not in daemon.log()
 
 
 def test_without_the_pod_watch_it_is_ready_all_the_same(daemons: StartDaemon) -> None:
