@@ -1,5 +1,6 @@
 """The kubelet's PodResources protocol.
 
 Generated but for the .proto file. From the repository's root:
-python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. rte/kubelet/api/*.proto
+python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. \\
+    rte/kubelet/api/*.proto
 """
