@@ -6,6 +6,7 @@ on loopback only (`kubectl port-forward`), unless the operator opens them.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import socket
@@ -54,6 +55,7 @@ class StatusServer:
         self.pages = pages
         self.open_pages = open_pages
         self.port: int | None = None
+        self._stopping = threading.Event()
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -68,16 +70,23 @@ class StatusServer:
             ) from error
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.2,), name="http", daemon=True
+            target=self._serve, args=(self._server,), name="http", daemon=True
         )
         self._thread.start()
 
     def stop(self) -> None:
         """Returns when nothing listens any more."""
         if self._server is not None and self._thread is not None:
-            self._server.shutdown()
+            self._stopping.set()
+            # serve_forever would look five times a second whether it is to end; a connection wakes.
+            with contextlib.suppress(OSError), socket.create_connection(self._server.own(), 1):
+                pass
+            self._thread.join(5)
             self._server.server_close()
-            self._thread.join()
+
+    def _serve(self, server: _Server) -> None:
+        while not self._stopping.is_set():
+            server.handle_request()
 
     def answer(self, path: str, *, local: bool) -> tuple[HTTPStatus, str, bytes]:
         """Status, content type and content for a path, asked from loopback or not."""
@@ -114,6 +123,11 @@ class _Server(ThreadingHTTPServer):
         self.status = status
         self.free = threading.Semaphore(MOST_CONNECTIONS)
         super().__init__((address, port), _Handler)
+
+    def own(self) -> tuple[str, int]:
+        """An address that reaches this server from here."""
+        host, port = self.server_address[:2]
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host)), int(port)
 
     def server_bind(self) -> None:
         # HTTPServer's own asks the name service for this host's name, which can take minutes.
