@@ -34,6 +34,7 @@ from rte.sources.problem import SourceError
 
 MAX_COLUMNS = 1024
 MAX_GPUS = 128
+NUMA_IDS = 1024  # the kernel's greatest CONFIG_NODES_SHIFT
 MOST_LANES = 18  # of one GPU until NVLink 5; whoever has more "to each" has them to switches
 
 WORDS = r"PIX|PXB|PHB|NODE|SYS|SOC|N/A|X"
@@ -135,6 +136,7 @@ class Row:
     line: int
     column: int  # of the first character behind the name
     text: str  # behind the name, wrapped lines joined
+    doubtful: bool = False  # whether what stands behind the cells may be joined wrongly
 
     def whereabouts(self, at: int) -> str:
         """Where in the text; what was wrapped is counted on."""
@@ -146,7 +148,6 @@ class Table:
     header: str  # joined; empty when there is none
     line: int
     rows: list[Row] = field(default_factory=list)
-    wrapped: bool = False
 
 
 def tables(lines: Sequence[Line]) -> Iterator[Table]:
@@ -158,14 +159,14 @@ def tables(lines: Sequence[Line]) -> Iterator[Table]:
         if found is None:
             at += 1
             continue
-        header, names, wrapped = header_above(lines, at, found[1])
-        table = Table(header, lines[at].number, wrapped=wrapped)
+        header, names = header_above(lines, at, found[1])
+        table = Table(header, lines[at].number)
         at = add_rows(table, lines, at, names, len(lines[at].text[: found.start()].strip()))
         yield table
 
 
-def header_above(lines: Sequence[Line], at: int, first: str) -> tuple[str, Sequence[str], bool]:
-    """The header that belongs to the row at `at`, its names, and whether it was wrapped."""
+def header_above(lines: Sequence[Line], at: int, first: str) -> tuple[str, Sequence[str]]:
+    """The header that belongs to the row at `at`, and its names."""
     parts: list[str] = []
     for line in reversed(lines[max(0, at - 64) : at]):
         if not line.text.strip():
@@ -174,11 +175,11 @@ def header_above(lines: Sequence[Line], at: int, first: str) -> tuple[str, Seque
         if start and not re.match(ROW_START + r".", line.text[start.end() :]):
             parts.append(line.text[start.start() :])
             header = "".join(reversed(parts))
-            return header, header_names(header), len(parts) > 1
+            return header, header_names(header)
         if not re.fullmatch(r"[\w.\-\s]+", line.text) or len(parts) > 32:
             break
         parts.append(line.text)
-    return "", (), False
+    return "", ()
 
 
 def header_names(header: str) -> tuple[str, ...]:
@@ -202,22 +203,37 @@ def add_rows(
                 break
             seen.add(found[1])
             table.rows.append(Row(found[1], line.number, found.end(1), line.text[found.end(1) :]))
-        elif table.rows and goes_on(table.rows[-1].text, line.text, len(names)):
-            table.rows[-1].text += line.text
-            table.wrapped = True
+        elif table.rows and goes_on(line.text):
+            extend(table.rows[-1], line.text, len(names), len(TITLE.findall(table.header)))
         elif TITLE.search(line.text) or len(re.findall(r"\bGPU[0-9]+\b", line.text)) > 1:
             break
         at += 1
     return at
 
 
-def goes_on(row: str, line: str, columns: int) -> bool:
-    """Whether a line is the rest of a row that a terminal or an editor wrapped."""
-    if not line.strip() or not re.fullmatch(r"[XNVPIHBODESYC/A0-9,\-\s]+", line):
-        return False
-    had, _ = cells_of(row, columns)
-    have, _ = cells_of(row + line, columns)
-    return len(had) < columns or (not row[had[-1].end :].strip() and len(have) == columns)
+def goes_on(line: str) -> bool:
+    """Whether a line can be the rest of a row that a terminal or an editor wrapped."""
+    return bool(line.strip()) and bool(re.fullmatch(r"[XNVPIHBODESYC/A0-9,\-\s]+", line))
+
+
+def extend(row: Row, line: str, columns: int, titles: int) -> None:
+    """Adds a wrapped line to its row, if something is missing there.
+
+    Terminals break words and editors do not; between cells both read alike, but behind them two
+    numbers may be one. The number of titles tells, or nothing there is believed.
+    """
+    found, end = cells_of(row.text, columns)
+    tail = row.text[end:]
+    if len(found) < columns or not tail.strip():
+        if len(cells_of(row.text + line, columns)[0]) > len(found) or len(found) == columns:
+            row.text += line
+        return
+    if len(tail_words(tail)) >= titles:
+        return
+    broken, apart = len(tail_words(tail + line)), len(tail_words(f"{tail} {line}"))
+    row.text += line if broken == titles or apart != titles else f" {line}"
+    if titles not in (broken, apart) and broken != apart:
+        row.doubtful = True
 
 
 class Cell(NamedTuple):
@@ -280,14 +296,16 @@ def read_table(table: Table, name: str) -> Matrix:
     last = table.rows[-1]
     for row in table.rows:
         found, end = cells_of(row.text, len(names))
+        if row is last and end == len(row.text) and re.fullmatch("NV[1-3]", found[-1].word):
+            found.pop()  # cut off right behind a digit: NV1 may have been NV18
         check_row(row, names, found, end, is_last=row is last, refused=refused)
         if len(found) < len(names):
             repairs.append(f"the row of {row.name} is cut off behind {len(found)} cells")
         diagonal = names.index(row.name)
         cells |= {(row.name, names[i]): cell for i, cell in enumerate(found) if i != diagonal}
-        if len(found) == len(names):
+        if len(found) == len(names) and not row.doubtful:
             tails[row.name] = row.text[end:]
-    words = settled(cells, table, refused)
+    words = settled(cells, table, tails, refused)
     words = completed(words, names, table, repairs, refused)
     numa, memory, vague = affinities(table, tails)
     return Matrix(
@@ -308,9 +326,10 @@ def columns(table: Table, refused: Refused) -> tuple[tuple[str, ...], list[str]]
     header, rows = header_names(table.header), tuple(row.name for row in table.rows)
     where = f"line {table.line}"
     repairs: list[str] = []
-    if not header or not set(rows) <= set(header):
+    if not set(rows) <= set(header):
         wide = [len(cells_of(row.text, MAX_COLUMNS + 1)[0]) for row in table.rows]
-        if "".join(header) != "".join(rows) and not all(n >= len(rows) for n in wide):
+        glued = "".join(header) == "".join(rows)
+        if not glued and not (set(header) < set(rows) and min(wide) >= len(rows)):
             strange = next((row for row in table.rows if row.name not in header), table.rows[0])
             raise refused(
                 f"line {strange.line}",
@@ -339,8 +358,7 @@ def check_row(
     refused: Refused,
 ) -> None:
     """Raises SourceError for a row that is not one cell a column with X in its own."""
-    rest = row.text[end:]
-    word = (rest.split() or [""])[0]
+    word = (row.text[end:].split() or [""])[0]
     diagonal = names.index(row.name)
     for i, cell in enumerate(found):
         if (cell.word == "X") != (i == diagonal):
@@ -371,9 +389,17 @@ def check_row(
 
 
 def settled(
-    cells: Mapping[tuple[str, str], Cell], table: Table, refused: Refused
+    cells: Mapping[tuple[str, str], Cell],
+    table: Table,
+    tails: Mapping[str, str],
+    refused: Refused,
 ) -> dict[tuple[str, str], str]:
-    """The words of the cells; what could be read in two ways is read as the cell across says."""
+    """The words of the cells; what could be read in two ways is read as the cell across says.
+
+    N/A may be a cell or a CPU list: where a row has too little behind its cells it may be either.
+    """
+    titles = len(TITLE.findall(table.header))
+    short = {name for name, tail in tails.items() if len(tail_words(tail)) < titles}
     line = {row.name: row.line for row in table.rows}
     words = {}
     for (a, b), cell in cells.items():
@@ -386,11 +412,11 @@ def settled(
             )
         if cell.other and across and across.word == cell.other:
             words[a, b] = cell.other
-        if across and (cell.word == "N/A") != (across.word == "N/A"):
+        if a in short and across and cell.word == "N/A" != across.word:
             raise refused(
                 f"line {line[a]}",
-                f"{a} to {b} says {cell.word} and {b} to {a} says {across.word}: "
-                "one of the rows has lost a cell",
+                f"{a} to {b} says N/A and {b} to {a} says {across.word}: the row of {a} has lost "
+                "a cell",
             )
     return words
 
@@ -461,7 +487,7 @@ def affinities(
             continue
         said = values(titles, tail)
         for title, found in (("NUMAAffinity", numa), ("GPUNUMAID", memory)):
-            if re.fullmatch(r"[0-9]{1,4}", said.get(title, "")):
+            if re.fullmatch(r"[0-9]{1,4}", said.get(title, "")) and int(said[title]) < NUMA_IDS:
                 found[name] = NumaId(int(said[title]))
         if re.fullmatch(r"[0-9]+[,\-][0-9,\-]+", said.get("NUMAAffinity", "")):
             vague.append(name)
@@ -477,13 +503,17 @@ def values(titles: Sequence[str], tail: str) -> Mapping[str, str]:
         if len(fields) > len(titles) and len(titles) > 1 and not fields[len(titles) - 1]:
             fields.pop(len(titles) - 1)
         return dict(zip(titles, fields, strict=False))
-    words = re.findall(r"N/A|[^\sN]+", tail)
+    words = tail_words(tail)
     if len(words) == len(titles):
         return dict(zip(titles, words, strict=True))
     # The list is empty where the process may use none of these CPUs, or glued to its neighbour.
     if len(words) == len(titles) - 1 and re.fullmatch(r"[0-9]+|N/A", words[0]):
         return dict(zip(titles[1:], words, strict=True))
     return {}
+
+
+def tail_words(tail: str) -> list[str]:
+    return re.findall(r"N/A|[^\sN]+", tail)
 
 
 # What stands around the matrix
