@@ -443,6 +443,8 @@ class PodFacts:
     qos: str  # Guaranteed, Burstable, BestEffort
     requests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Container name (restartable init containers included) → resource → quantity."""
+    init_requests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """The same of init containers that end."""
 
 
 class FaultClass(StrEnum):
@@ -460,6 +462,8 @@ class Fault:
     severity: FaultClass
     reason: str  # one word or phrase for metrics and attributes: lost, xid-79, fabric-in-progress
     detail: str = ""  # a sentence for people
+    gpu_instance: int | None = None  # the only MIG GPU instance that it concerns; None: the GPU
+    compute_instance: int | None = None  # of that GPU instance; None: all of them
 
 
 Faults = Mapping[PciAddress, tuple[Fault, ...]]
@@ -478,3 +482,5 @@ class Observation:
     """status.allocatable of the own Node in base units (cores, bytes); empty when not read."""
     pods: tuple[PodFacts, ...] | None = None  # None: nobody told, the PodResources rule is used
     faults: Faults = field(default_factory=dict)
+    withheld: Mapping[str, str] = field(default_factory=dict)
+    """Cordoned devices: id or PCI address → the operator's reason."""

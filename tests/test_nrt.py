@@ -519,19 +519,35 @@ def test_the_fingerprint_covers_the_pods_that_a_reader_of_this_object_counts() -
     told = (
         facts("a", **{GPU: "1"}),
         facts("done", phase="Succeeded", **{GPU: "1"}),
-        facts("other", **{"a.com/b": "1"}),
         facts("part", cpu="500m"),
     )
     dedicated = body(look(held, pods=told))
     assert attributes(dedicated)["nodeTopologyPodsFingerprint"] == expected_fingerprint("a", "done")
     running = body(look(held, pods=told), informer_mode=InformerMode.SHARED)
     assert attributes(running)["nodeTopologyPodsFingerprint"] == expected_fingerprint("a")
-    hidden = body(look(held, pods=told), exclude=(GPU,))
-    assert attributes(hidden)["nodeTopologyPodsFingerprint"] == expected_fingerprint()
     everyone = body(look(held, pods=told), method=FingerprintMethod.ALL)
     assert attributes(everyone)["nodeTopologyPodsFingerprintMethod"] == "all"
-    names = ("a", "done", "other", "part")
+    names = ("a", "done", "part")
     assert attributes(everyone)["nodeTopologyPodsFingerprint"] == expected_fingerprint(*names)
+
+
+@pytest.mark.parametrize(
+    ("told", "exclude"),
+    [
+        (facts("a", **{GPU: "1"}), (GPU,)),
+        (facts("a", **{"a.com/no-zone": "1"}), ()),
+        (replace(facts("a", cpu="500m"), init_requests={"once": {"cpu": "2"}}), ()),
+    ],
+    ids=["excluded", "without topology", "an init container's"],
+)
+def test_all_pods_are_counted_while_releases_of_the_scheduler_differ(
+    told: PodFacts, exclude: tuple[str, ...]
+) -> None:
+    pods = (told, facts("b", phase="Pending", cpu="2"), facts("c", cpu="500m"))
+    held = pod("a", devices=(device("GPU-0", 0),))
+    said = attributes(body(look(held, pods=pods), exclude=exclude))
+    assert said["nodeTopologyPodsFingerprintMethod"] == "all"
+    assert said["nodeTopologyPodsFingerprint"] == expected_fingerprint("a", "c")
 
 
 def test_placement_is_told_under_single_numa_node_when_every_container_has_one_zone() -> None:

@@ -187,6 +187,7 @@ def test_requests_are_those_of_containers_and_sidecars() -> None:
         phase="Running",
         qos="Guaranteed",
         requests={"sidecar": {"cpu": "100m"}, "main": {"cpu": "2"}, "idle": {}},
+        init_requests={"once": {"cpu": "9"}},
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from rte.model import Observation
 from rte.publish.fingerprint import InformerMode
-from rte.publish.nrt import FingerprintMethod, fingerprinted_pods
+from rte.publish.nrt import FingerprintMethod, common_method, fingerprinted_pods
 
 
 def rules_disagree(
@@ -29,6 +29,7 @@ def rules_disagree(
     resources = frozenset(
         resource["name"] for zone in body["zones"] for resource in zone.get("resources", ())
     )
+    method = common_method(observation, resources=resources, mode=mode, wanted=method)
     both = (
         fingerprinted_pods(seen, resources=resources, mode=mode, method=method)
         for seen in (observation, replace(observation, pods=None))

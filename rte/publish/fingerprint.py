@@ -74,6 +74,20 @@ def pods_by_requests(
     )
 
 
+def pods_by_any_request(pods: Iterable[PodFacts], *, mode: InformerMode) -> tuple[PodName, ...]:
+    """The same as releases of the scheduler's plugin up to v0.34 count it: an extended resource is
+    exclusive though no zone lists it, and initialisation that ends is asked as well."""
+    return tuple(
+        pod.pod
+        for pod in pods
+        if counts(pod.phase, mode)
+        and any(
+            requests_exclusively(requests, qos=pod.qos, resources=None)
+            for requests in (*pod.requests.values(), *pod.init_requests.values())
+        )
+    )
+
+
 def counts(phase: str, mode: InformerMode) -> bool:
     return phase == "Running" if mode is InformerMode.SHARED else phase != "Pending"
 
@@ -86,17 +100,20 @@ def exclusive_containers(pod: PodFacts, *, resources: Collection[str]) -> Iterab
 
 
 def requests_exclusively(
-    requests: Mapping[str, str], *, qos: str, resources: Collection[str]
+    requests: Mapping[str, str], *, qos: str, resources: Collection[str] | None
 ) -> bool:
+    """`resources` None takes every extended resource for exclusive."""
     return any(
         is_exclusive(resource, quantity, qos=qos, resources=resources)
         for resource, quantity in requests.items()
     )
 
 
-def is_exclusive(resource: str, quantity: str, *, qos: str, resources: Collection[str]) -> bool:
+def is_exclusive(
+    resource: str, quantity: str, *, qos: str, resources: Collection[str] | None
+) -> bool:
     if not is_native(resource):
-        return resource in resources
+        return resources is None or resource in resources
     if qos != "Guaranteed":
         return False
     if resource == "cpu":

@@ -52,6 +52,7 @@ from rte.publish.fingerprint import (
     exclusive_containers,
     fingerprint,
     is_memory,
+    pods_by_any_request,
     pods_by_requests,
     pods_by_usage,
 )
@@ -193,11 +194,31 @@ def fingerprint_attributes(
     mode: InformerMode,
     method: FingerprintMethod,
 ) -> dict[str, str]:
+    method = common_method(observation, resources=resources, mode=mode, wanted=method)
     pods = fingerprinted_pods(observation, resources=resources, mode=mode, method=method)
     return {
         "nodeTopologyPodsFingerprint": fingerprint(pods),
         "nodeTopologyPodsFingerprintMethod": method.value,
     }
+
+
+def common_method(
+    observation: Observation,
+    *,
+    resources: Collection[str],
+    mode: InformerMode,
+    wanted: FingerprintMethod,
+) -> FingerprintMethod:
+    """The wanted method, or `all` while releases of the scheduler would count different pods.
+
+    What is exclusive has changed after v0.34 of scheduler-plugins; what all pods are has not, and
+    a scheduler reads the method from the object.
+    """
+    if wanted is FingerprintMethod.ALL or observation.pods is None:
+        return wanted
+    newer = pods_by_requests(observation.pods, resources=resources, mode=mode)
+    older = pods_by_any_request(observation.pods, mode=mode)
+    return wanted if newer == older else FingerprintMethod.ALL
 
 
 def fingerprinted_pods(

@@ -180,12 +180,14 @@ class _Pod(msgspec.Struct):
 def parse_pod(text: bytes) -> PodFacts:
     """A pod's facts from its JSON. Raises ApiError when it is none."""
     pod = _decoded(text, _Pod)
-    sidecars = [c for c in pod.spec.initContainers or () if c.restartPolicy == "Always"]
+    init = pod.spec.initContainers or ()
+    sidecars = [c for c in init if c.restartPolicy == "Always"]
     return PodFacts(
         pod=PodName(namespace=pod.metadata.namespace, name=pod.metadata.name),
         phase=pod.status.phase,
         qos=pod.status.qosClass,
         requests={c.name: _requests(c) for c in (*sidecars, *pod.spec.containers)},
+        init_requests={c.name: _requests(c) for c in init if c.restartPolicy != "Always"},
     )
 
 
