@@ -41,6 +41,20 @@ class Listed(NamedTuple):
     unreadable: tuple[str, ...]  # sentences for people
 
 
+Stamps = tuple[tuple[Path, int, int], ...]
+"""Path, time of change and size of each file."""
+
+
+def stamps(directories: Sequence[Path]) -> Stamps:
+    """Equal as long as no specification has changed; costs a stat each, not a parse."""
+    return tuple(
+        (path, found.st_mtime_ns, found.st_size)
+        for directory in directories
+        for path in _specifications(directory)
+        if (found := _stat(path)) is not None
+    )
+
+
 def read_listed(directories: Sequence[Path]) -> Listed:
     """All qualified names; a later directory wins, and two files of one directory cancel out.
 
@@ -51,8 +65,7 @@ def read_listed(directories: Sequence[Path]) -> Listed:
     unreadable = []
     for directory in directories:
         seen: set[str] = set()
-        files = sorted(p for p in _entries(directory) if p.suffix in (".json", ".yaml"))
-        for path in files:
+        for path in _specifications(directory):
             try:
                 found = parse_names(_read(path), yaml=path.suffix == ".yaml")
             except (OSError, ValueError) as error:
@@ -208,11 +221,18 @@ def _extras(handing: Handing) -> dict[str, str]:
     }
 
 
-def _entries(directory: Path) -> list[Path]:
+def _specifications(directory: Path) -> list[Path]:
     try:
-        return list(directory.iterdir())
+        return sorted(p for p in directory.iterdir() if p.suffix in (".json", ".yaml"))
     except OSError:
         return []
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except OSError:
+        return None
 
 
 def _read(path: Path) -> str:

@@ -23,6 +23,8 @@ from plugin.service import Resource, Tables
 from rte.graph.build import Graph, build
 from rte.graph.parts import Sharing
 from rte.kubelet.usage import (
+    ALLOCATABLE,
+    LIST,
     KubeletError,
     channel,
     claimed,
@@ -91,13 +93,15 @@ class DevicePlugin:
         self._graph: Graph | None = None
         self._known: Mapping[PciAddress, Known] = {}
         self._withheld: Mapping[str, str] = {}
+        self._cdi_stamps: cdi.Stamps | None = None
+        self._cdi_known = cdi.Listed({}, ())
         self._said: set[str] = set()
         self._started = False
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._usage_due = threading.Event()
         self._usage_seen = False
-        self._usage_problem: grpc.StatusCode | None = None
+        self._unanswered: dict[str, grpc.StatusCode | None] = {}
         self._usage_at = self._check_at = 0.0  # when each is due, monotonic seconds
         self._settled = False
         self._logged = 0  # number of the last decision that is in the log
@@ -118,7 +122,7 @@ class DevicePlugin:
         """
         options = self.options
         if options.handing.has_cdi:
-            listed = cdi.read_listed(options.cdi_directories)
+            listed = self._cdi_listed()
             own = cdi.wants_own(options.handing, nodes_only=options.cdi_nodes_only, listed=listed)
             cdi.check_start(options.handing, listed, options.cdi_directories, own=own)
         target(options.plugin_dir / KUBELET_SOCKET)
@@ -267,7 +271,7 @@ class DevicePlugin:
         self, advertised: Advertised, who: Mapping[DeviceId, Owner]
     ) -> tuple[Mapping[DeviceId, str], tuple[str, ...]]:
         options = self.options
-        listed = cdi.read_listed(options.cdi_directories)
+        listed = self._cdi_listed()
         own = cdi.wants_own(options.handing, nodes_only=options.cdi_nodes_only, listed=listed)
         ids = dict.fromkeys(d.holds for found in advertised.resources.values() for d in found)
         if own:
@@ -285,6 +289,16 @@ class DevicePlugin:
                     f"`{cdi.MAKE_GPUS}`"
                 )
         return names, cdi.extra_names(options.handing, listed)
+
+    def _cdi_listed(self) -> cdi.Listed:
+        """What the specifications list, read again only when one has changed."""
+        stamps = cdi.stamps(self.options.cdi_directories)
+        if stamps != self._cdi_stamps:
+            self._cdi_stamps = stamps
+            self._cdi_known = cdi.read_listed(self.options.cdi_directories)
+            for sentence in self._cdi_known.unreadable:
+                self._say_once(sentence)
+        return self._cdi_known
 
     def _say_once(self, sentence: str) -> None:
         if sentence not in self._said:
@@ -336,7 +350,8 @@ class DevicePlugin:
                 gc.collect()
                 gc.freeze()
                 self._settled = True
-            if self.options.handing.has_cdi:
+            directories = self.options.cdi_directories
+            if self.options.handing.has_cdi and cdi.stamps(directories) != self._cdi_stamps:
                 self._publish_again()  # the toolkit writes its files when it likes
 
     def _ask_usage(self, _: Path | None = None) -> None:
@@ -360,13 +375,13 @@ class DevicePlugin:
         except KubeletError as error:
             self._usage_failed(error)
         else:
-            self._usage_problem = None
+            self._unanswered.pop(LIST, None)
             self.observe(usage, asked=asked)
 
     def _usage_failed(self, error: KubeletError) -> None:
         self.usage_faults += 1
-        if self._usage_problem != error.code:
-            self._usage_problem = error.code
+        if self._unanswered.get(error.asked) != error.code:
+            self._unanswered[error.asked] = error.code
             log.warning("what is in use is not known for now: %s", error)
 
     def _check(self, kubelet: grpc.Channel | None) -> bool:
@@ -412,6 +427,7 @@ class DevicePlugin:
         except KubeletError as error:
             self._usage_failed(error)
             return None
+        self._unanswered.pop(ALLOCATABLE, None)
         ids: dict[str, set[DeviceId]] = {}
         for device in found.devices:
             ids.setdefault(device.resource, set()).add(device.id)

@@ -1,6 +1,7 @@
 """The plugin over real sockets: register, list, prefer, allocate, and a kubelet that restarts."""
 
 import dataclasses
+import json
 import logging
 import random
 import socket as sockets
@@ -614,6 +615,29 @@ def test_mounts_nodes_annotations_and_cdi_names_reach_the_wire(
     assert [device.name for device in answer.cdi_devices] == [name]
     assert list(answer.annotations.values()) == [name]
     assert (tmp_path / "cdi/k8s.device-plugin.nvidia.com-gpu.json").exists()
+
+
+def test_what_the_toolkit_writes_later_is_referred_to(
+    start: Start, kubelet: SmallKubelet, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(*gpus: int) -> None:
+        devices = [{"name": uuid(n), "containerEdits": {"env": ["A=B"]}} for n in gpus]
+        spec = {"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": devices}
+        (tmp_path / "nvidia.json").write_text(json.dumps(spec))
+
+    write(0)
+    plugin = start(
+        handing=Handing(strategies=frozenset({Strategy.CDI_CRI})), cdi_directories=(tmp_path,)
+    )
+    kubelet.await_register()
+    assert f"no CDI specification lists {uuid(1)}" in caplog.text
+    with pytest.raises(grpc.RpcError, match="no CDI specification lists"):
+        kubelet.allocate(uuid(1))
+    write(0, 1)
+    tables = plugin.resources[GPUS]
+    assert until(lambda: uuid(1) in tables.tables.cdi_names)
+    (device,) = kubelet.allocate(uuid(1)).cdi_devices
+    assert device.name == f"nvidia.com/gpu={uuid(1)}"
 
 
 # Decisions

@@ -36,6 +36,10 @@ ANSWER_BYTES = 16 << 20
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
 
+# What is asked, as KubeletError names it.
+LIST = "PodResources List"
+ALLOCATABLE = "PodResources GetAllocatableResources"
+
 Answer = TypeVar("Answer")
 
 
@@ -88,7 +92,7 @@ def read_usage(channel: grpc.Channel, timeout_s: float) -> Usage:
     Raises KubeletError when the kubelet has not answered within `timeout_s`.
     """
     list_pods = rpc.PodResourcesListerStub(channel).List
-    answer = _ask("PodResources List", list_pods, api.ListPodResourcesRequest(), timeout_s)
+    answer = _ask(LIST, list_pods, api.ListPodResourcesRequest(), timeout_s)
     return parse_usage(answer)
 
 
@@ -99,7 +103,7 @@ def read_allocatable(channel: grpc.Channel, timeout_s: float) -> Allocatable:
     """
     get = rpc.PodResourcesListerStub(channel).GetAllocatableResources
     request = api.AllocatableResourcesRequest()
-    answer = _ask("PodResources GetAllocatableResources", get, request, timeout_s)
+    answer = _ask(ALLOCATABLE, get, request, timeout_s)
     return Allocatable(
         devices=_devices(answer.devices), cpus=_cpus(answer.cpu_ids), memory=_memory(answer.memory)
     )
