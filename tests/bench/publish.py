@@ -30,6 +30,7 @@ from tests.gobuild import program
 from tests.machines.description import FOLDER
 from tests.pod_resources import GPU, PodResources
 from tests.real_apiserver import ApiServer
+from tests.small_kubelet import SmallKubelet
 
 CRDS = Path(__file__).parents[2] / "crds"
 MACHINE = "hgx-h100-oci"
@@ -117,19 +118,20 @@ def cpu_s(process: int) -> float:
 
 
 @contextmanager
-def running() -> Iterator[Bench]:
+def running(role: str = "publish") -> Iterator[tuple[Bench, SmallKubelet]]:
+    """A daemon in this role that has published, and the kubelet whose plugin it may be."""
     with ApiServer(program("apiserver", print)) as server:
         for crd in sorted(CRDS.glob("*/crd.yaml")):
             server.apply_files(crd)
         server.create_node(NODE)
         folder = Path(tempfile.mkdtemp(prefix="rte-"))
         try:
-            yield from publishing(server, folder)
+            yield from publishing(server, folder, role)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def publishing(server: ApiServer, folder: Path) -> Iterator[Bench]:
+def publishing(server: ApiServer, folder: Path, role: str) -> Iterator[tuple[Bench, SmallKubelet]]:
     host, root = folder / "host", folder / "kubelet"
     unpack(FOLDER / MACHINE / "sys.txt", host)
     (root / "device-plugins").mkdir(parents=True)
@@ -148,8 +150,11 @@ def publishing(server: ApiServer, folder: Path) -> Iterator[Bench]:
         "http": {"address": "127.0.0.1", "port": port},
     }
     (folder / "rte.yaml").write_text(yaml.safe_dump(config))
-    with PodResources(root / "pod-resources" / "kubelet.sock", gpus) as pods:
-        command = [sys.executable, "-m", "rte", "publish", "--config", str(folder / "rte.yaml")]
+    with (
+        PodResources(root / "pod-resources" / "kubelet.sock", gpus) as pods,
+        SmallKubelet(root / "device-plugins") as small,
+    ):
+        command = [sys.executable, "-m", "rte", role, "--config", str(folder / "rte.yaml")]
         environment = {**os.environ, **fake_nvml().env(FOLDER / MACHINE)}
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(command, env=environment, stderr=log)
@@ -158,7 +163,7 @@ def publishing(server: ApiServer, folder: Path) -> Iterator[Bench]:
             try:
                 bench.hold()
                 bench.until_free(len(gpus))
-                yield bench
+                yield bench, small
             except TimeoutError:
                 print((folder / "log").read_text()[-3000:], file=sys.stderr)
                 raise
@@ -207,7 +212,7 @@ def writes(bench: Bench) -> float:
 
 def main(arguments: Sequence[str]) -> None:
     idle_s = float(arguments[0]) if arguments else 60.0
-    with running() as bench:
+    with running() as (bench, _):
         before = writes(bench), bench.metric("rte_written_bytes_total")
         took = latencies_ms(bench)
         written = writes(bench) - before[0]
@@ -230,7 +235,7 @@ def idle(bench: Bench, idle_s: float, row: Callable[..., str]) -> None:
     time.sleep(idle_s)
     used = (cpu_s(bench.process) - before[0]) * 3600 / idle_s
     print(row(f"after {idle_s:g} s idle, {PODS} pods", "rss  anon MiB"))
-    print(row("  publisher", "{:.1f}  {:.1f}".format(*memory(bench.process))))
+    print(row("  daemon", "{:.1f}  {:.1f}".format(*memory(bench.process))))
     for child in children(bench.process):
         print(row("  NVML worker", "{:.1f}  {:.1f}".format(*memory(child))))
     print(row("idle CPU, s an hour", f"{used:.1f}"))
