@@ -29,7 +29,7 @@ EDGE = {"rte.commands", "rte.__main__"}
 DOORS = {
     "pynvml": {"rte.discovery.nvml", "rte.discovery.faults"},
     "pyudev": {"rte.discovery.udev"},
-    "kubernetes": {"rte.publish.apply"},
+    "kubernetes": set(),
     "urllib3": {"rte.publish.apply"},
     "psutil": {"rte.kubelet.policy"},
     "xxhash": {"rte.publish.fingerprint", "rte.publish.placement"},
