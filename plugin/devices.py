@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from rte.model import (
     DeviceId,
+    Fault,
     FaultClass,
     Faults,
     Gpu,
@@ -244,11 +245,21 @@ def _numa(
 
 
 def _unhealthy(gpu: Gpu, id: DeviceId, faults: Faults, withheld: Mapping[str, str]) -> str | None:
-    fault = next((f for f in faults.get(gpu.pci, ()) if f.severity is FaultClass.WITHHOLD), None)
-    if fault is not None:
-        return fault.reason
+    for fault in faults.get(gpu.pci, ()):
+        if fault.severity is FaultClass.WITHHOLD and _concerns(fault, gpu, id):
+            return fault.reason
     names = (id, gpu.pci, gpu.uuid or "")
     return "withheld" if any(name in withheld for name in names) else None
+
+
+def _concerns(fault: Fault, gpu: Gpu, id: DeviceId) -> bool:
+    """Whether a fault of a GPU is one of this device; one of a GPU instance spares the others."""
+    part = next((part for part in gpu.slices if part.id == id), None)
+    if part is None or fault.gpu_instance is None:
+        return True
+    return fault.gpu_instance == part.gpu_instance and (
+        fault.compute_instance in (None, part.compute_instance)
+    )
 
 
 def _replicas(

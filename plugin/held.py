@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from rte.model import DeviceId, PciAddress, Usage, pci_address
+from rte.model import DeviceId, PciAddress, PodName, Usage, pci_address
 
 # PodResources shows an allocation as soon as the kubelet has written its checkpoint; a pod that
 # is not there by then was refused after our Allocate, and there is no call that would say so.
@@ -37,6 +37,18 @@ def nic_use(usage: Usage, *, nics: frozenset[PciAddress], gpus: frozenset[Device
         if here and not ids & gpus:
             waiting.append(here)
     return NicUse(frozenset(held), frozenset(waiting[0]) if len(waiting) == 1 else frozenset())
+
+
+def twice_held(usage: Usage, ids: frozenset[DeviceId]) -> Mapping[DeviceId, tuple[PodName, ...]]:
+    """Those of the ids that several pods hold, with the pods.
+
+    A device that a pod's init container hands on to its main one has one pod.
+    """
+    pods: dict[DeviceId, set[PodName]] = {}
+    for pod in usage.pods:
+        for device in (d for c in pod.containers for d in c.devices if d.id in ids):
+            pods.setdefault(device.id, set()).add(pod.pod)
+    return {id: tuple(sorted(found)) for id, found in sorted(pods.items()) if len(found) > 1}
 
 
 def _address(id: DeviceId) -> PciAddress | None:

@@ -17,7 +17,7 @@ from plugin import cdi
 from plugin.allocation import Handing, Owner, owners, read_nodes
 from plugin.decisions import Decisions
 from plugin.devices import Advertised, Advertising, Device, Known, devices, remember
-from plugin.held import Held, nic_use
+from plugin.held import Held, nic_use, twice_held
 from plugin.registration import KUBELET_SOCKET, Registration, Signature
 from plugin.service import Resource, Tables
 from rte.graph.build import Graph, build
@@ -33,7 +33,7 @@ from rte.kubelet.usage import (
     target,
 )
 from rte.kubelet.watch import FileWatch, watch
-from rte.model import DeviceId, Faults, Machine, PciAddress, Usage
+from rte.model import DeviceId, Faults, Machine, PciAddress, PodName, Usage
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class DevicePlugin:
         self.registrations: Mapping[str, Registration] = {}
         self.decisions = Decisions()
         self.held = Held()
+        self.double_uses = 0  # devices that a list showed with several pods
         self.usage_faults = 0  # PodResources calls that failed
         self._on_allocate = on_allocate or (lambda: None)
         self._lock = threading.RLock()  # of everything that update() makes
@@ -101,6 +102,7 @@ class DevicePlugin:
         self._wake = threading.Event()
         self._usage_due = threading.Event()
         self._usage_seen = False
+        self._twice: Mapping[DeviceId, tuple[PodName, ...]] = {}
         self._unanswered: dict[str, grpc.StatusCode | None] = {}
         self._usage_at = self._check_at = 0.0  # when each is due, monotonic seconds
         self._settled = False
@@ -174,6 +176,21 @@ class DevicePlugin:
         nics = frozenset(nic.pci for nic in graph.nics if nic.pci is not None)
         self.held.listed(ids, asked=asked, nics=nic_use(usage, nics=nics, gpus=ours))
         self._usage_seen = True
+        self._judge(twice_held(usage, ours))
+
+    def _judge(self, twice: Mapping[DeviceId, tuple[PodName, ...]]) -> None:
+        """Count and tell each device that is newly found with several pods."""
+        for id, pods in twice.items():
+            if self._twice.get(id) != pods:
+                self.double_uses += 1
+                names = " and ".join(f"{pod.namespace}/{pod.name}" for pod in pods)
+                log.error(
+                    "%s is held by %s at once: the kubelet has given one device out twice; "
+                    "delete one of the pods",
+                    id,
+                    names,
+                )
+        self._twice = twice
 
     # What update() makes
 

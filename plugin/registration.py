@@ -155,8 +155,10 @@ class Registration:
 
         Kubelets up to 1.36 stop whichever plugin is current when the stream of the other ends.
         """
-        nvidia = f"nvidia-{_short(self.resource.name)}.sock"
-        others = (*self.sockets, self.socket.with_name(nvidia))
+        others = [*self.sockets]
+        domain, _, short = self.resource.name.rpartition("/")
+        if domain == "nvidia.com":  # NVIDIA's own plugin has no other names
+            others.append(self.socket.with_name(f"nvidia-{short}.sock"))
         while not self._stopping.is_set():
             other = next((path for path in others if answers(path)), None)
             if other is None:

@@ -208,21 +208,39 @@ def test_refusals_are_answered_by_waiting_longer_each_time(
     assert 3 <= refused <= 8  # 0, 20, 60, 140, 300, 620 ms
 
 
-def test_another_plugin_that_answers_for_the_resource_is_waited_for_by_name(
-    start: Start, kubelet: SmallKubelet, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def nvidia(kubelet: SmallKubelet, folder: Path) -> Iterator[grpc.Server]:
+    """Something that listens where NVIDIA's plugin does."""
     pool = ThreadPoolExecutor(1)
     other = grpc.server(pool)
     other.add_insecure_port(f"unix:{folder}/nvidia-gpu.sock")
     other.start()
+    yield other
+    other.stop(0).wait()
+    pool.shutdown()
+
+
+def test_another_plugin_beside_another_resource_is_none(
+    start: Start, kubelet: SmallKubelet, nvidia: grpc.Server
+) -> None:
+    start(advertising=Advertising(resource="example.com/gpu"))
+    assert kubelet.await_register().resource_name == "example.com/gpu"
+
+
+def test_another_plugin_that_answers_for_the_resource_is_waited_for_by_name(
+    start: Start,
+    kubelet: SmallKubelet,
+    nvidia: grpc.Server,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     plugin = start()
     assert until(
         lambda: f"another device plugin answers on {folder}/nvidia-gpu.sock" in caplog.text
     )
     assert not plugin.ready
     assert kubelet.registered.empty()
-    other.stop(0).wait()
-    pool.shutdown()
+    nvidia.stop(0).wait()
     kubelet.await_register()
 
 
@@ -550,6 +568,24 @@ def test_nics_that_lead(pods: list[PodUse], held: set[PciAddress], own: set[PciA
     nics = frozenset({NIC, OTHER_NIC})
     found = nic_use(Usage(pods=tuple(pods)), nics=nics, gpus=frozenset(gpus(0)))
     assert found == NicUse(frozenset(held), frozenset(own))
+
+
+def test_one_device_with_two_pods_is_told_and_counted_once(
+    plugin: DevicePlugin, caplog: pytest.LogCaptureFixture
+) -> None:
+    handed_on = PodUse(
+        pod=PodName(namespace="n", name="p"),
+        containers=use(uuid(0)).containers + use(uuid(0)).containers,
+    )
+    plugin.observe(Usage(pods=(handed_on,)), asked=0)
+    assert plugin.double_uses == 0
+    for _ in range(2):
+        plugin.observe(Usage(pods=(handed_on, use(uuid(0), pod="q"))), asked=0)
+    assert plugin.double_uses == 1
+    assert f"{uuid(0)} is held by n/p and n/q at once" in caplog.text
+    plugin.observe(Usage(pods=(handed_on,)), asked=0)
+    plugin.observe(Usage(pods=(handed_on, use(uuid(0), pod="q"))), asked=0)
+    assert plugin.double_uses == 2
 
 
 # Allocate
