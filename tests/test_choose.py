@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
-from itertools import combinations, permutations
+from itertools import combinations, pairwise, permutations
 from random import Random
 from typing import Any
 
@@ -12,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rte.graph.build import Graph, build
-from rte.graph.choose import Choice, Preference, choose
+from rte.graph.choose import Choice, Preference, asked, choose
+from rte.graph.preference import bits, compared
+from rte.graph.search import searched
 from rte.model import Fabric, FabricState, Level, LinkPeer, Machine, NumaId, NvLinkEnd
 from tests.brute import FIELDS, Brute
 from tests.graphs import meshed, random_machine, with_nics
@@ -422,6 +425,60 @@ def test_sets_that_the_bottleneck_tells_apart_are_found_exactly(size: int) -> No
     graph = too_many_kinds()
     question = {"available": graph.ids, "size": size, "required": graph.ids[7 : 7 + size % 2]}
     compare(graph, Brute(graph.machine), question)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_bounded_search_is_no_worse_than_what_it_begins_with(seed: int) -> None:
+    """Every set that it meets is an answer, and no first fit is better than the best of them."""
+    dice = Random(seed)
+    pairs = combinations(range(24), 2)
+    machine = with_nics(
+        meshed(24, {pair: dice.choice([0, 1, 2, 3]) for pair in pairs}, sockets=4), [0, 1, 2, 3]
+    )
+    graph = build(machine)
+    available = dice.sample(graph.ids, 20)
+    required = available[: dice.choice([0, 1, 4])]
+    own = [nic.pci for nic in machine.nics[: dice.choice([0, 1])] if nic.pci]
+    question = asked(
+        graph,
+        available=available,
+        required=required,
+        size=dice.randint(len(required) + 1, 19),
+        free=None,
+        free_nics=None,
+        own_nics=own,
+    )
+    met, count = searched(question)
+    sets = [members for run in met for members in run]
+    assert len(set(sets)) == len(sets) == count
+    for members in sets:
+        assert members.bit_count() == question.size
+        assert not members & ~question.available
+        assert not question.required & ~members
+    ranked = [[compared(question, members)[:6] for members in run] for run in met]
+    assert all(max(later) < min(run) for run, later in pairwise(ranked))
+    others = list(bits(question.available & ~question.required))
+    first_fit = question.required
+    for i in others[: question.size - first_fit.bit_count()]:
+        first_fit |= 1 << i
+    assert max(ranked[0]) >= compared(question, first_fit)[:6]
+
+
+@pytest.mark.parametrize("most", [1, 6])
+def test_64_gpus_that_all_differ_are_answered_in_time(most: int) -> None:
+    """20 ms is the promise; processor time and a margin, as tests share their cores."""
+    dice = Random(most)
+    lanes = {pair: dice.randint(0, most) for pair in combinations(range(64), 2)}
+    graph = build(with_nics(meshed(64, lanes, sockets=2), [0, 1]))
+    assert graph.ranks is None
+    for size in (1, 2, 8, 24, 48, 63):
+        took_s = []
+        for _ in range(3):
+            began = time.thread_time()
+            choice = choose(graph, available=graph.ids, size=size, explain=True)
+            took_s.append(time.thread_time() - began)
+        assert len(choice.chosen) == size
+        assert min(took_s) < 0.04
 
 
 def test_a_search_without_end_is_ended_and_says_so() -> None:

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from itertools import combinations
 from typing import NamedTuple
 
-from rte.graph.ranks import Ranks, ranks
+from rte.graph.ranks import Ranks, Weights, ranks, weights
 from rte.graph.tree import PciTree
 from rte.model import (
     DeviceId,
@@ -79,6 +79,7 @@ class Graph:
     twins: tuple[tuple[int, ...], ...]
     """All positions in classes of interchangeable GPUs: exchanging two changes no table but this
     that each may have a PCIe switch, with its NICs, for itself."""
+    weights: Weights
     ranks: Ranks | None
     """All sets by rank, one of each kind; None when there are too many kinds to list."""
 
@@ -168,6 +169,7 @@ def build(
         for i in everyone
     )
     ids = tuple(gpu.uuid or DeviceId(gpu.name) for gpu in gpus)
+    numbers = weights(closeness, distance)
     return Graph(
         machine=machine,
         tree=tree,
@@ -192,13 +194,13 @@ def build(
         switch_nics=switch_nics,
         numa_nics=numa_nic_blocks(tree, numa, nics),
         twins=twins,
+        weights=numbers,
         ranks=ranks(
             twins=twins,
-            closeness=closeness,
+            weights=numbers,
             adjacent=adjacent,
             alike=alike,
             numa=numa,
-            distance=distance,
             suspects=suspect,
         ),
     )

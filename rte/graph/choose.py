@@ -5,9 +5,10 @@ Pure, and the same answer for the same question.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
+from functools import partial
 from math import comb
 from typing import NamedTuple
 
@@ -23,12 +24,10 @@ from rte.graph.preference import (
     near_nics,
     preference,
 )
+from rte.graph.search import searched
 from rte.model import DeviceId, PciAddress
 
 __all__ = ["Choice", "Preference", "RunnerUp", "choose"]
-
-STARTS, TRIES = 16, 256
-"""GPUs that a bounded search begins with, and sets that it looks at: some 50 ms with 64 GPUs."""
 
 
 class RunnerUp(NamedTuple):
@@ -157,12 +156,13 @@ def best(question: Question, wanted: int) -> tuple[list[Positions], bool, int]:
     if question.size == question.available.bit_count():
         return [question.available], True, 1
     kinds = Kinds.of(question)
-    found = proven(question, kinds, wanted)
-    exact = found is not None
-    if found is None:
-        found, considered = searched(question)
-    else:
-        considered = number_of_sets(question)
+    first = led_by_nics if question.nics_lead else first_runs
+    found = first(question, partial(runs, question, kinds), wanted)
+    considered = number_of_sets(question)
+    exact = bool(found)
+    if not found:
+        met, considered = searched(question)
+        found = first(question, lambda: iter(met), wanted)
     if wanted > 1:
         rivals = [*found[1:], *kinds.variants(found[0])]
         found[1:] = (
@@ -173,57 +173,66 @@ def best(question: Question, wanted: int) -> tuple[list[Positions], bool, int]:
     return found[:wanted], exact, considered
 
 
-def proven(question: Question, kinds: Kinds, wanted: int) -> list[Positions] | None:
-    """The best sets that stand for their kind; None where that takes too long to find."""
-    find = led_by_nics if question.nics_lead else first_run
-    for count in range(wanted, 0, -1):
-        try:
-            return find(question, kinds, count)
-        except TooMany:
-            continue  # the best may be had without the second
-    return None
-
-
 def number_of_sets(question: Question) -> int:
     fixed = question.required.bit_count()
     return comb(question.available.bit_count() - fixed, question.size - fixed)
 
 
-def first_run(question: Question, kinds: Kinds, wanted: int) -> list[Positions]:
-    """The best sets that stand for their kind: of the best run, and what is missing of the next."""
+Runs = Callable[[], Iterator[list[Positions]]]
+"""Begins anew with sets in runs of equal rank, best first; may raise TooMany for the next run."""
+
+
+def first_runs(question: Question, runs: Runs, wanted: int) -> list[Positions]:
+    """The best sets that stand for their kind: of the best run, and what is missing of the next.
+
+    Fewer, or none, where the next run takes too long to find.
+    """
     found: list[Positions] = []
-    for run in runs(question, kinds):
-        found += narrowed(question, run, wanted - len(found))
-        if len(found) >= wanted:
-            break
+    with suppress(TooMany):
+        for run in runs():
+            found += narrowed(question, run, wanted - len(found))
+            if len(found) >= wanted:
+                break
     return found
 
 
-def led_by_nics(question: Question, kinds: Kinds, wanted: int) -> list[Positions]:
+def led_by_nics(question: Question, runs: Runs, wanted: int) -> list[Positions]:
     """The same where `nics` comes right after `alike`, before the other fields of the rank."""
     bound = nics_bound(question)
     found: list[Positions] = []
-    while len(found) < wanted:
-        most: tuple[int, int] | None = None
-        alike = False
-        candidates: list[Positions] = []
-        for run in runs(question, kinds):
-            others = [members for members in run if members not in found]
-            if not others:
-                continue
-            if most is not None and is_alike(question.graph, others[0]) != alike:
+    with suppress(TooMany):
+        while len(found) < wanted:
+            candidates = best_with_nics(question, runs(), bound, found)
+            if not candidates:
                 break
-            alike = is_alike(question.graph, others[0])
-            near = [near_nics(question, members) for members in others]
-            if most is None or max(near) > most:
-                most = max(near)
-                candidates = [m for m, n in zip(others, near, strict=True) if n == most]
-            if most == bound:
-                break
-        if not candidates:
-            break
-        found += narrowed(question, candidates, 1)
+            found += narrowed(question, candidates, 1)
     return found
+
+
+def best_with_nics(
+    question: Question,
+    runs: Iterator[list[Positions]],
+    bound: tuple[int, int],
+    known: Sequence[Positions],
+) -> list[Positions]:
+    """The first run's sets that have the most NICs of all that are alike or not, as the best is."""
+    most: tuple[int, int] | None = None
+    alike = False
+    candidates: list[Positions] = []
+    for run in runs:
+        others = [members for members in run if members not in known]
+        if not others:
+            continue
+        if most is not None and is_alike(question.graph, others[0]) != alike:
+            break
+        alike = is_alike(question.graph, others[0])
+        near = [near_nics(question, members) for members in others]
+        if most is None or max(near) > most:
+            most = max(near)
+            candidates = [m for m, n in zip(others, near, strict=True) if n == most]
+        if most == bound:
+            break
+    return candidates
 
 
 def nics_bound(question: Question) -> tuple[int, int]:
@@ -379,65 +388,3 @@ def counts_left(
                 v + worth[(rest & ~m).bit_count()] for v, m in zip(found, candidates, strict=True)
             ]
     return found
-
-
-# Where there are too many kinds of sets
-
-
-def searched(question: Question) -> tuple[list[Positions], int]:
-    """The best two sets that a bounded search meets, and how many it met.
-
-    It grows a set from each of some GPUs by the closest next one, and then exchanges members of
-    the best while that improves the preference.
-    """
-    seen: dict[Positions, tuple[object, ...]] = {}
-
-    def value(members: Positions) -> tuple[object, ...]:
-        if members not in seen:
-            seen[members] = compared(question, members)
-        return seen[members]
-
-    starts = tuple(bits(question.available & ~question.required))
-    for start in starts[:: len(starts) // STARTS or 1]:
-        value(grown(question, question.required | 1 << start))
-    improve(question, max(seen, key=value), value, seen)
-    return sorted(seen, key=value, reverse=True)[:2], len(seen)
-
-
-def grown(question: Question, members: Positions) -> Positions:
-    """A set of the size, from a smaller one: the closest next GPU each time."""
-    graph = question.graph
-    while members.bit_count() < question.size:
-        inside = tuple(bits(members))
-        members |= 1 << max(
-            bits(question.available & ~members),
-            key=lambda i: (
-                is_alike(graph, members | 1 << i),
-                min([graph.closeness[i][j] for j in inside]),
-                sum([graph.nvlink[i][j] for j in inside]),
-                sum([graph.closeness[i][j].level for j in inside]),
-                -sum([graph.distance[i][j] for j in inside]),
-                -i,
-            ),
-        )
-    return members
-
-
-def improve(
-    question: Question,
-    members: Positions,
-    value: Callable[[Positions], tuple[object, ...]],
-    seen: Mapping[Positions, object],
-) -> None:
-    """Looks at exchanges of one member, and goes on from a better set until there is none."""
-    improved = True
-    while improved:
-        improved = False
-        exchanges = product(bits(members & ~question.required), bits(question.available & ~members))
-        for out, into in exchanges:
-            if len(seen) >= TRIES:
-                return
-            other = members ^ 1 << out ^ 1 << into
-            if value(other) > value(members):
-                members, improved = other, True
-                break

@@ -5,23 +5,24 @@ Of sets that differ by interchangeable GPUs one stands for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, groupby
+from itertools import groupby
+from operator import itemgetter
 
-from rte.graph.build import Closeness, Graph, Positions
+from rte.graph.build import Positions
+from rte.graph.keys import PairKeys
 from rte.graph.preference import (
     Question,
     bits,
     is_alike,
     linked,
     near_nics,
-    pair_fields,
 )
-from rte.graph.ranks import Ranks
+from rte.graph.ranks import Ranks, has_nvlink
 
 STEPS = 8192
-"""Steps of a search by bottleneck, at most: some 20 ms."""
+"""Steps of a search by bottleneck, at most: some 6 ms."""
 
 
 class TooMany(Exception):
@@ -151,22 +152,20 @@ def by_bottleneck(question: Question, kinds: Kinds) -> Iterator[list[Positions]]
     if question.size == 1:
         yield [1 << i for i in bits(question.required or question.available)]
         return
-    pairs = combinations(bits(question.available), 2)
-    closeness = sorted({graph.closeness[i][j] for i, j in pairs}, reverse=True)
     search = Search(question, kinds)
+    keys = PairKeys(graph, question.available)
     for alike in (True, False):
         for joined in (True, False):
             if joined and not reaches(question, alike=alike):
                 continue
-            for least in closeness:
+            for least, found in search.meshes(alike=alike):
                 # A set whose pairs all have NVLink is linked.
-                if joined or not least.nvlink_megabytes_per_s:
-                    found = search.meshes(least, alike=alike)
+                if joined or not has_nvlink(least):
                     yield from ranked(
-                        graph,
+                        keys,
                         [
                             members
-                            for members in found
+                            for members in found()
                             if is_alike(graph, members) == alike
                             and linked(graph, members) == joined
                         ],
@@ -174,12 +173,10 @@ def by_bottleneck(question: Question, kinds: Kinds) -> Iterator[list[Positions]]
                     )
 
 
-def ranked(
-    graph: Graph, sets: Sequence[Positions], bottleneck: Closeness
-) -> Iterator[list[Positions]]:
+def ranked(keys: PairKeys, sets: Sequence[Positions], bottleneck: int) -> Iterator[list[Positions]]:
     """Those with just this bottleneck, in runs by the fields from `total` to `sound`."""
-    with_fields = [(pair_fields(graph, members), members) for members in sets]
-    exact = sorted((f for f in with_fields if f[0].bottleneck == bottleneck), reverse=True)
+    with_keys = [(keys(members), members) for members in sets]
+    exact = sorted((k for k in with_keys if k[0][0] == bottleneck), reverse=True)
     for _, run in groupby(exact, key=lambda found: found[0]):
         yield [members for _, members in run]
 
@@ -219,18 +216,22 @@ class Search:
             sum(needed for _, needed in self.classes[at:]) for at in range(len(classes) + 1)
         ]
 
-    def meshes(self, least: Closeness, *, alike: bool) -> list[Positions]:
-        """The sets of the size with no pair below `least`, one of each kind. Raises TooMany."""
-        graph = self.question.graph
-        self.near = [
-            sum(
-                1 << j
-                for j in bits(self.question.available)
-                if j == i
-                or (graph.closeness[i][j] >= least and (not alike or graph.alike[i] >> j & 1))
-            )
-            for i in range(len(graph.gpus))
-        ]
+    def meshes(self, *, alike: bool) -> Iterator[tuple[int, Callable[[], list[Positions]]]]:
+        """Each closeness of a pair from the best, with how to find the sets without a worse one.
+
+        The sets have the size, and there is one of each kind. Finding them may raise TooMany.
+        """
+        graph, available = self.question.graph, self.question.available
+        self.near = [1 << i for i in range(len(graph.gpus))]
+        for least, pairs in groupby(reversed(graph.weights.ascending), key=itemgetter(0)):
+            for _, pair in pairs:
+                first, second = (pair & -pair).bit_length() - 1, pair.bit_length() - 1
+                if not pair & ~available and (not alike or graph.alike[first] >> second & 1):
+                    self.near[first] |= pair
+                    self.near[second] |= pair
+            yield least, self.find
+
+    def find(self) -> list[Positions]:
         self.found: list[Positions] = []
         self.grow(0, 0, self.question.available)
         return self.found

@@ -21,6 +21,8 @@ LIMIT = 1 << 16
 LINK, LEVEL, DISTANCE, COUNT = 30, 14, 20, 7
 COST = COUNT + DISTANCE + COUNT
 TOTAL = 36 + LEVEL + LINK + COST
+NODE = 1 << DISTANCE + COUNT  # what a NUMA node costs a key; a suspect costs 1
+NO_PAIR = 1 << TOTAL  # closer than any pair
 
 
 class Pair(Protocol):
@@ -30,6 +32,14 @@ class Pair(Protocol):
     def level(self) -> int: ...
     @property
     def link_megabytes_per_s(self) -> int: ...
+
+
+class Weights(NamedTuple):
+    """Each pair of GPUs as numbers; a GPU with itself adds nothing and bounds nothing."""
+
+    closeness: tuple[tuple[int, ...], ...]  # compares and sums like the fields of a closeness
+    joined: tuple[tuple[int, ...], ...]  # the same, less the distance: what the pair adds to a key
+    ascending: tuple[tuple[int, int], ...]  # (closeness, the pair as a set), the worst first
 
 
 class Ranks(NamedTuple):
@@ -47,18 +57,19 @@ class Ranks(NamedTuple):
 def ranks(
     *,
     twins: Sequence[Sequence[int]],
-    closeness: Sequence[Sequence[Pair]],
+    weights: Weights,
     adjacent: Sequence[int],
     alike: Sequence[int],
     numa: Sequence[int | None],
-    distance: Sequence[Sequence[int]],
     suspects: int,
 ) -> Ranks | None:
     """All kinds of sets, ranked; None when there are more than LIMIT."""
     if prod(len(members) + 1 for members in twins) > LIMIT:
         return None
-    weight = [[packed(pair) for pair in row] for row in closeness]
-    steps = {w: step for step, w in enumerate(sorted({w for row in weight for w in row}))}
+    weight = weights.closeness
+    steps = {
+        w: step for step, w in enumerate(sorted({w for row in weight for w in row} - {NO_PAIR}))
+    }
     no_pair = len(steps)
     products = sorted(set(alike))
     node_bits = {node: 1 << i for i, node in enumerate(sorted({n for n in numa if n is not None}))}
@@ -75,11 +86,11 @@ def ranks(
         i = members[0]
         node = node_bits[known] if (known := numa[i]) is not None else 0
         # Known NUMA nodes are counted at the end; an unknown one is one more each time.
-        own = -(suspects >> i & 1) - (0 if node else 1 << DISTANCE + COUNT)
+        own = -(suspects >> i & 1) - (0 if node else NODE)
         gains = [0]
         nearest = [no_pair]
         for others in twins[:c]:
-            gain = joined(weight[i][others[0]], distance[i][others[0]])
+            gain = weights.joined[i][others[0]]
             step = steps[weight[i][others[0]]]
             gains = [g + n * gain for n in range(len(others) + 1) for g in gains]
             nearest += [s if s < step else step for s in nearest] * len(others)
@@ -88,7 +99,7 @@ def ranks(
         grown_sets, grown_sums, grown_least = list(sets), list(sums), list(least)
         for n, member in enumerate(members):
             if n == 1:
-                inner = joined(weight[i][member], distance[i][member])
+                inner = weights.joined[i][member]
                 inner_step = steps[weight[i][member]]
                 gains = [g + inner for g in gains]
                 nearest = [min(s, inner_step) for s in nearest]
@@ -106,7 +117,7 @@ def ranks(
         nodes += [n | node for n in nodes] * len(members)
         classes += [p | 1 << c for p in classes] * len(members)
 
-    meshed = min((s for w, s in steps.items() if w >> LEVEL + LINK), default=no_pair)
+    meshed = min((s for w, s in steps.items() if has_nvlink(w)), default=no_pair)
     joins = reachable(twins, adjacent)
     keys = [
         0
@@ -116,10 +127,23 @@ def ranks(
             << TOTAL
         )
         + a
-        - (n.bit_count() << DISTANCE + COUNT)
+        - n.bit_count() * NODE
         for s, k, low, p, a, n in zip(sets, kinds, least, classes, sums, nodes, strict=True)
     ]
-    return ranked(sets, keys, len(closeness))
+    return ranked(sets, keys, len(weight))
+
+
+def weights(closeness: Sequence[Sequence[Pair]], distance: Sequence[Sequence[int]]) -> Weights:
+    everyone = range(len(closeness))
+    one = [[packed(pair) for pair in row] for row in closeness]
+    return Weights(
+        tuple(tuple(NO_PAIR if i == j else one[i][j] for j in everyone) for i in everyone),
+        tuple(
+            tuple(0 if i == j else joined(one[i][j], distance[i][j]) for j in everyone)
+            for i in everyone
+        ),
+        tuple(sorted((one[i][j], 1 << i | 1 << j) for i in everyone for j in everyone[:i])),
+    )
 
 
 def packed(pair: Pair) -> int:
@@ -127,6 +151,10 @@ def packed(pair: Pair) -> int:
     return (
         pair.nvlink_megabytes_per_s << LEVEL + LINK | pair.level << LINK | pair.link_megabytes_per_s
     )
+
+
+def has_nvlink(closeness: int) -> bool:
+    return closeness >> LEVEL + LINK > 0
 
 
 def joined(weight: int, distance: int) -> int:

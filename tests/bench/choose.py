@@ -23,6 +23,7 @@ from tests.graphs import meshed, with_nics
 
 COUNTS = (2, 4, 8, 16)
 GOAL_US = {8: 100, 16: 2000}
+MANY, MANY_SIZES = (20, 32, 64), (1, 2, 3, 4, 8, 16, 24, 32, 48, 62)  # beyond one list of all sets
 
 Lanes = Mapping[tuple[int, int], int]
 
@@ -111,10 +112,25 @@ def main(arguments: Sequence[str]) -> int:
     printed("Tables of the machine, ms", building)
     printed("choose, median µs", tables[False])
     printed("choose with explanation, median µs", tables[True])
+    printed("Beyond 16 GPUs: choose with explanation, median ms (* after a bounded search)", many())
     for count, goal_us in GOAL_US.items():
         verdict = "within" if worst[count] <= goal_us else "ABOVE"
         print(f"{count} GPUs: worst median {worst[count]:.0f} µs, {verdict} the goal of {goal_us}")
     return 0
+
+
+def many() -> list[list[str]]:
+    table = [["GPUs", "size", *SHAPES]]
+    for count in MANY:
+        graphs = [build(machine(count, shape, flat=False)) for shape in SHAPES]
+        for size in (size for size in MANY_SIZES if size < count):
+            row = [str(count), str(size)]
+            for graph in graphs:
+                exact = choose(graph, available=graph.ids, size=size).exact
+                took = median(times_us(graph, size, calls=6, explain=True)) / 1000
+                row.append(f"{took:.1f}{'' if exact else '*'}")
+            table.append(row)
+    return table
 
 
 def printed(title: str, rows: Sequence[Sequence[str]]) -> None:
