@@ -194,7 +194,7 @@ def test_a_row_that_ends_early_is_completed_from_the_others() -> None:
     name = "damaged/A100-SXM4-80GB_g9n6_sglang-1872.txt"
     found = relations(graph(name))
     at = {column: i for i, column in enumerate(found.names)}
-    assert found.matrix[at["NIC5"]][at["GPU0"]] == "PHB"  # said
+    assert found.matrix[at["NIC5"]][at["GPU0"]] == "PHB"  # said by GPU0 alone
     assert found.matrix[at["NIC8"]][at["GPU0"]] == "PHB"  # said by GPU0 alone
     assert found.matrix[at["NIC7"]][at["NIC8"]] == "PHB"  # both are below GPU0's host bridge
     assert "repaired: there is no row of NIC6 NIC7 NIC8" in source(name).unknown

@@ -220,7 +220,7 @@ def test_last_row_may_be_cut_off_when_the_others_say_the_rest() -> None:
     cut = parse_matrix(text[: text.rindex("SYS") + 1])
     assert cut.cells["GPU2", "GPU1"] == "SYS"
     assert cut.repairs == (
-        "the row of GPU2 is cut off behind 1 cells",
+        "the row of GPU2 is cut off and left out",
         "what is not there is taken from the other direction",
     )
 

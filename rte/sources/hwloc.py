@@ -33,6 +33,7 @@ from rte.sources.xml import Element
 
 MAX_NUMBERS = 1 << 20
 MAX_CPUS = 1 << 16
+MAX_GPUS = 128
 AMD_VENDOR, INTEL_VENDOR = 0x1002, 0x8086
 MAKERS = {AMD_VENDOR: "AMD", INTEL_VENDOR: "Intel"}
 # GB/s of a link one way, as hwloc writes them, by generation; the widest that fits is meant.
@@ -83,7 +84,7 @@ def hwloc_machine(root: Element, name: str) -> Machine:
 
 def version_of(root: Element) -> int:
     major = root.get("version", "1").partition(".")[0]
-    return int(major) if major.isdigit() and len(major) < 3 else 1
+    return int(major) if re.fullmatch("[0-9]{1,2}", major) else 1
 
 
 def numa_elements(machine: Element) -> list[Element]:
@@ -253,6 +254,8 @@ def assembled(root: Element, machine: Element, found: Found) -> Machine:
     gpu_addresses = tuple(
         address for address in sorted(found.devices, key=pci_order) if found.devices[address].is_gpu
     )
+    if len(gpu_addresses) > MAX_GPUS:
+        raise SourceError(f"{found.name}: {len(gpu_addresses)} GPUs; expected at most {MAX_GPUS}")
     matrix = nvlink_matrix(root, found)
     gpus = tuple(
         gpu(i, address, matrix, gpu_addresses, found) for i, address in enumerate(gpu_addresses)

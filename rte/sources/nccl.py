@@ -34,6 +34,7 @@ from rte.sources.problem import SourceError
 from rte.sources.xml import Element
 
 MAX_FUNCTIONS = 2048
+MAX_GPUS = 128
 MOST_LANES = 36  # NVML's NVML_NVLINK_MAX_LINKS
 BRIDGE = 0x060400
 NETDEV = re.compile(r"(eth|en|ib|bond|veth|docker|vlan|br|lo|wl|usb)[a-z0-9.\-]*")
@@ -289,6 +290,8 @@ def link(element: Element, found: Found) -> PciLink | None:
 
 def assembled(found: Found) -> Machine:
     addresses = sorted([*found.gpus, *found.bare], key=pci_order)
+    if len(addresses) > MAX_GPUS:
+        raise SourceError(f"{found.name}: {len(addresses)} GPUs; expected at most {MAX_GPUS}")
     gpus = tuple(
         gpu(number, address, found, frozenset(addresses))
         for number, address in enumerate(addresses)

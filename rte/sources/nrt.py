@@ -43,6 +43,7 @@ MAX_ZONES = 4096
 MAX_GPUS = 128
 MAX_EVENTS = 100_000
 MAX_DEPTH = 32
+GPU_NAME = "gpu-(0|[1-9][0-9]{0,3})"
 GPU_RESOURCE = "nvidia.com/gpu"
 LEVELS = {10: Level.PIX, 20: Level.PXB, 30: Level.PHB, 40: Level.NODE, 50: Level.SYS}
 
@@ -320,7 +321,7 @@ def address_of(zone: Zone, found: Found) -> PciAddress | None:
 def described_gpus(found: Found, nodes: Mapping[str, NumaNode]) -> tuple[Gpu, ...]:
     numbered: dict[int, Zone] = {}
     for zone in found.of("GPU"):
-        match = re.fullmatch("gpu-([0-9]{1,4})", zone.name)
+        match = re.fullmatch(GPU_NAME, zone.name)
         if match is None:
             raise SourceError(f"{found.name}: a GPU zone called {zone.name[:60]!r}; expected gpu-0")
         numbered[int(match[1])] = zone
@@ -349,7 +350,7 @@ def counted_gpus(found: Found, nodes: Mapping[str, NumaNode]) -> tuple[Gpu, ...]
     zone_of: dict[int, str] = {}
     for zone in found.of("Node"):
         for name in filter(None, zone.values.get("gpus", "").split(",")):
-            if not re.fullmatch("gpu-[0-9]{1,4}", name):
+            if not re.fullmatch(GPU_NAME, name):
                 raise SourceError(f"{found.name}: zone {zone.name[:60]!r}: a GPU {name[:60]!r}")
             zone_of[int(name[4:])] = zone.name
     if not zone_of:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
+from itertools import combinations, islice
 from typing import NamedTuple
 
 from rte.model import (
@@ -32,6 +32,10 @@ from rte.model import (
 )
 from rte.sources.problem import SourceError
 
+MAX_TEXT = 4 << 20
+MAX_LINE = 1 << 16
+MAX_TABLES = 64
+MAX_NAME = 64
 MAX_COLUMNS = 1024
 MAX_GPUS = 128
 NUMA_IDS = 1024  # the kernel's greatest CONFIG_NODES_SHIFT
@@ -41,7 +45,8 @@ WORDS = r"PIX|PXB|PHB|NODE|SYS|SOC|N/A|X"
 LANES = r"NV(?:3[0-6]|[12][0-9]|[1-9])"
 CELL = re.compile(f"{LANES}|{WORDS}")
 ROW_START = rf"\s*(?=(?:NV[0-9]|{WORDS}|OK|CNS|GNS|TNS|NS|DR)(?![a-z_:=]))"
-DEVICE = r"GPU[0-9]+|NIC[0-9]+|mlx[0-9]+_(?:[a-z]+_)*[0-9]+"
+GPU = r"GPU(?:0|[1-9][0-9]{0,3})(?![0-9])"
+DEVICE = rf"{GPU}|NIC[0-9]+|mlx[0-9]+_(?:[a-z]+_)*[0-9]+"
 TITLE = re.compile(r"CPU\s*Affinity|NUMA\s*Affinity|GPU\s*NUMA\s*ID")
 LEVELS = {
     "PIX": Level.PIX,
@@ -87,7 +92,7 @@ class Matrix:
 
 
 def is_gpu(name: str) -> bool:
-    return re.fullmatch(r"GPU[0-9]+", name) is not None
+    return re.fullmatch(GPU, name) is not None
 
 
 def gpu_number(name: str) -> int:
@@ -152,7 +157,7 @@ class Table:
 
 def tables(lines: Sequence[Line]) -> Iterator[Table]:
     """Every matrix of the text."""
-    first_row = re.compile(rf"(?:^|(?<=[\s:>\]]))(GPU[0-9]+){ROW_START}")
+    first_row = re.compile(rf"(?:^|(?<=[\s:>\]]))({GPU}){ROW_START}")
     at = 0
     while at < len(lines):
         found = first_row.search(lines[at].text)
@@ -239,7 +244,7 @@ def extend(row: Row, line: str, columns: int, titles: int) -> None:
 class Cell(NamedTuple):
     word: str
     end: int
-    other: str | None = None  # how else it may be read: NV10-31 is NV10 or NV1 beside 0-31
+    other: str | None = None  # how else it may be read: NV10-31 is NV10, or NV1 beside 0-31
 
 
 def cells_of(text: str, columns: int) -> tuple[list[Cell], int]:
@@ -252,8 +257,8 @@ def cells_of(text: str, columns: int) -> tuple[list[Cell], int]:
         if match is None:
             break
         word, at = match[0], match.end()
-        glued = len(word) == 4 and word.startswith("NV") and re.match(r"[0-9,\-]", text[at:])
-        found.append(Cell(word, at, word[:3] if glued else None))
+        glued = re.match("[0-9,-]" if len(word) == 4 else "[0-9]", text[at : at + 1])
+        found.append(Cell(word, at, word[:3] if glued and word.startswith("NV") else None))
     return found, at
 
 
@@ -262,8 +267,13 @@ def cells_of(text: str, columns: int) -> tuple[list[Cell], int]:
 
 def parse_matrix(text: str, name: str = "matrix") -> Matrix:
     """The matrix that a text holds. Raises SourceError."""
+    if len(text) > MAX_TEXT:
+        raise SourceError(f"{name}: {len(text)} characters; {ADVICE}, and nothing else")
     lines = lines_of(text)
-    found = [read_table(table, name) for table in tables(lines)]
+    long = next((line for line in lines if len(line.text) > MAX_LINE), None)
+    if long is not None:
+        raise SourceError(f"{name}: line {long.number}: {len(long.text)} characters; {ADVICE}")
+    found = [read_table(table, name) for table in islice(tables(lines), MAX_TABLES)]
     if not found:
         raise SourceError(f"{name}: no row such as `GPU0  X  NV12 …` in it; {ADVICE}")
     first = found[0]
@@ -300,11 +310,12 @@ def read_table(table: Table, name: str) -> Matrix:
             found.pop()  # cut off right behind a digit: NV1 may have been NV18
         check_row(row, names, found, end, is_last=row is last, refused=refused)
         if len(found) < len(names):
-            repairs.append(f"the row of {row.name} is cut off behind {len(found)} cells")
+            # What of it is true the other rows say too; what they do not, nobody could check.
+            repairs.append(f"the row of {row.name} is cut off and left out")
+            continue
         diagonal = names.index(row.name)
         cells |= {(row.name, names[i]): cell for i, cell in enumerate(found) if i != diagonal}
-        if len(found) == len(names) and not row.doubtful:
-            tails[row.name] = row.text[end:]
+        tails[row.name] = "" if row.doubtful else row.text[end:]
     words = settled(cells, table, tails, refused)
     words = completed(words, names, table, repairs, refused)
     numa, memory, vague = affinities(table, tails)
@@ -339,6 +350,8 @@ def columns(table: Table, refused: Refused) -> tuple[tuple[str, ...], list[str]]
             )
         header = rows
         repairs.append("the header is lost or damaged: columns are named as the rows are")
+    if any(len(name) > MAX_NAME for name in header):
+        raise refused(where, "a column whose name has no end")
     twice = next((n for n in header if header.count(n) > 1), None)
     if twice:
         raise refused(where, f"two columns are called {twice}")
@@ -368,10 +381,10 @@ def check_row(
                 "belongs in its own: a cell is missing or glued before it",
             )
     if len(found) == len(names):
-        if CELL.match(word) and not word.startswith("N/A"):
+        if re.match(DEVICE, word) or (CELL.match(word) and not word.startswith("N/A")):
             raise refused(
                 row.whereabouts(row.text.index(word, end)),
-                f"the row of {row.name} goes on with {word} behind its {len(names)} cells",
+                f"the row of {row.name} goes on with {word[:20]} behind its {len(names)} cells",
             )
         return
     if word in ("OK", "NS", "CNS", "GNS", "TNS", "DR"):
@@ -396,11 +409,12 @@ def settled(
 ) -> dict[tuple[str, str], str]:
     """The words of the cells; what could be read in two ways is read as the cell across says.
 
-    N/A may be a cell or a CPU list: where a row has too little behind its cells it may be either.
+    A last cell of N/A may be the CPU list: of a row that has too little behind its cells.
     """
-    titles = len(TITLE.findall(table.header))
-    short = {name for name, tail in tails.items() if len(tail_words(tail)) < titles}
     line = {row.name: row.line for row in table.rows}
+    titles = len(TITLE.findall(table.header))
+    last = next(reversed(header_names(table.header)), "")
+    short = {name for name, tail in tails.items() if len(tail_words(tail)) < titles}
     words = {}
     for (a, b), cell in cells.items():
         across = cells.get((b, a))
@@ -408,11 +422,11 @@ def settled(
         if cell.other and (across is None or across.word not in (cell.word, cell.other)):
             raise refused(
                 f"line {line[a]}",
-                f"{a} to {b}: {cell.word} or {cell.other}, glued to what follows",
+                f"{a} to {b}: {cell.word} or {cell.other}, with digits behind it",
             )
         if cell.other and across and across.word == cell.other:
             words[a, b] = cell.other
-        if a in short and across and cell.word == "N/A" != across.word:
+        if a in short and b == last and across and cell.word == "N/A" != across.word:
             raise refused(
                 f"line {line[a]}",
                 f"{a} to {b} says N/A and {b} to {a} says {across.word}: the row of {a} has lost "
@@ -465,7 +479,7 @@ def switched_lanes(
     for third in names:
         row = [lanes(words.get((third, name), "")) for name in names if is_gpu(name)]
         to = min(lanes(words.get((third, a), "")), lanes(words.get((third, b), "")))
-        if sum(row) > MOST_LANES and to:
+        if sum(row) > MOST_LANES and to and {0, to} >= set(row):
             return to
     return None
 

@@ -39,7 +39,7 @@ def lines(graph: Graph) -> Iterator[str]:
             node = graph.numa[i]
             own = graph.gpus[i].memory_node
             cells += [
-                "N/A" if node is None else cpus.get(node, ""),
+                "N/A" if node is None else cpus.get(node) or "N/A",
                 "N/A" if node is None else str(node),
                 "",  # the header of NUMA Affinity is two tab stops wide
                 "N/A" if own is None else str(own),
