@@ -34,7 +34,7 @@ from rte.kubelet.usage import KubeletError, read_allocatable, read_usage
 from rte.kubelet.watch import FileWatch, watch
 from rte.model import Faults, Machine, Observation, PodFacts, Policy
 from rte.publish.access import ApiError
-from rte.publish.patch import freed_something
+from rte.publish.patch import may_wake
 from rte.publish.publisher import Outcome, Sink, Wrote
 
 log = logging.getLogger(__name__)
@@ -78,8 +78,8 @@ class Pace:
     """The published object is read back so often; half as early at first, by chance, so that the
     nodes of a cluster do not ask together."""
     echo_s: float = 6.0
-    """After a write that freed something: the scheduler's cache has taken the object in after its
-    resync period, 5 s at the least that is advised. 0: no echo."""
+    """After a write by which a pod that waits may find room: the scheduler's cache has taken the
+    object in after its resync period, 5 s at the least that is advised. 0: no echo."""
     retry_first_s: float = 0.5
     retry_longest_s: float = 30.0
     """After errors: doubled from the first to the longest, each cut by up to half by chance."""
@@ -143,14 +143,15 @@ class Pacer:
         self._first = None
         self._doubt_at = self._retry_at = None
 
-    def looked(self, now: float, *, wrote: bool, freed: bool = False) -> None:
-        """A look was believed, and published if there was anything new."""
+    def looked(self, now: float, *, wrote: bool, wakes: bool = False) -> None:
+        """A look was believed, and published if there was anything new; pods that wait may find
+        room by it."""
         self._poll_at = now + self.pace.poll_s
         self._failures = self._doubts = 0
         if wrote:
             self._wrote_at = now
             waiting = self.echo_at is not None
-            self.echo_at = now + self.pace.echo_s if (freed or waiting) else None
+            self.echo_at = now + self.pace.echo_s if (wakes or waiting) else None
         if not self.pace.echo_s:
             self.echo_at = None
 
@@ -287,6 +288,7 @@ class Sources(NamedTuple):
     raise ApiError."""
     pods: Callable[[], tuple[PodFacts, ...] | None] = lambda: None
     node_allocatable: Callable[[], Mapping[str, int]] = dict  # may raise ApiError
+    withheld: Callable[[], Mapping[str, str]] = dict  # cordoned devices and the reason
 
 
 class Counts:
@@ -539,6 +541,7 @@ class Agent:
             policy=self._kubelet_policy(),
             pods=pods,
             node_allocatable=self._own_node_allocatable(),
+            withheld=self._sources.withheld(),
         )
 
     def _handed_out(self) -> HandedOut | None:
@@ -591,10 +594,10 @@ class Agent:
             self.problems.end(subject)
         self._sink_is_due = False
         self._unanswered = {}
-        freed = any(
-            freed_something(self._bodies[kind], body)
-            for kind, body in bodies.items()
-            if kind == "NodeResourceTopology" and kind in self._bodies
+        wakes = any(
+            may_wake(self._bodies.get(outcome.kind), bodies[outcome.kind])
+            for outcome in outcomes
+            if outcome.kind == "NodeResourceTopology" and outcome.wrote is not Wrote.CREATED
         )
         self._bodies = bodies
         self._count(outcomes)
@@ -608,12 +611,12 @@ class Agent:
             self.counts.publish_seconds += end - since
             self.counts.publications += 1
             log.info("%s, %.0f ms", _in_words(outcomes), (end - since) * 1000)
-        self._pacer_looked(end, wrote=wrote, freed=freed)
+        self._pacer_looked(end, wrote=wrote, wakes=wakes)
         self._report_others(now, outcomes)
 
-    def _pacer_looked(self, now: float, *, wrote: bool, freed: bool = False) -> None:
+    def _pacer_looked(self, now: float, *, wrote: bool, wakes: bool = False) -> None:
         with self._condition:
-            self._pacer.looked(now, wrote=wrote, freed=freed)
+            self._pacer.looked(now, wrote=wrote, wakes=wakes)
 
     def _report_others(self, now: float, outcomes: Iterable[Outcome]) -> None:
         problems = self.sink.problems(now)

@@ -55,7 +55,7 @@ from rte.publish.nrt import (
     decimal_quantity,
     nrt,
 )
-from rte.publish.patch import changes, freed_something, same, with_echo
+from rte.publish.patch import changes, freed_something, may_wake, same, with_echo
 from rte.publish.placement import METADATA, VECTOR
 from rte.sources.recorded import read_recorded
 from tests.real_apiserver import ApiServer
@@ -748,6 +748,20 @@ def test_freeing_is_a_reason_to_wake_those_who_wait() -> None:
     assert freed_something(held, free)
     assert not freed_something(free, held)
     assert not freed_something(free, free)
+    assert may_wake(held, free)
+    assert not may_wake(free, free)
+    assert may_wake(None, free), "what another process left may have held more"
+
+
+def test_pods_that_are_newly_covered_are_a_reason_too() -> None:
+    """A scheduler with reservations has subtracted them from every zone until then."""
+    holds = pod("a", cpus=cpus(8))
+    bound, covered = (
+        body(look(holds, pods=(facts("a", phase=phase, cpu="2"),)))
+        for phase in ("Pending", "Running")
+    )
+    assert not freed_something(bound, covered)
+    assert may_wake(bound, covered)
 
 
 # Properties

@@ -95,8 +95,24 @@ def attribute_values(at: str, holder: Mapping[str, Any]) -> Iterable[tuple[str, 
         yield f"{at}/attributes/{index}/value", item["value"]
 
 
+def may_wake(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> bool:
+    """Whether a pod that waits may find room now: a reason for an echo.
+
+    Something was freed, or the object covers other pods: until then a scheduler with reservations
+    subtracts a pod that it has placed from every zone. None is an object that another process left.
+    """
+    if before is None:
+        return True
+    return freed_something(before, after) or fingerprint_of(before) != fingerprint_of(after)
+
+
+def fingerprint_of(body: Mapping[str, Any]) -> str | None:
+    name = "nodeTopologyPodsFingerprint"
+    return next((item["value"] for item in body["attributes"] if item["name"] == name), None)
+
+
 def freed_something(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether some zone has more available of some resource than before: a reason for an echo."""
+    """Whether some zone has more available of some resource than before."""
     old = available(before)
     return any(
         quantity != old.get(key) and is_more(quantity, old.get(key, "0"))
