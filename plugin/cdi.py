@@ -132,16 +132,16 @@ def names(
     owners: Mapping[DeviceId, Owner],
     handing: Handing,
     listed: Listed,
-    own: bool,
+    own: Collection[str],
 ) -> Mapping[DeviceId, str]:
-    """A qualified name for each id that has one: the toolkit's, else ours."""
+    """A qualified name for each id that has one: the toolkit's, else one of `own`, ours."""
     found = {}
     for id in ids:
         toolkit = (f"{TOOLKIT_VENDOR}/gpu={n}" for n in (device_name(id, owners, handing), id))
         name = next((n for n in toolkit if n in listed.names), None)
         if name is not None:
             found[id] = name
-        elif own:
+        elif device_name(id, owners, handing) in own:
             found[id] = f"{OWN_KIND}={device_name(id, owners, handing)}"
     return found
 

@@ -112,9 +112,14 @@ def remember(
         for address, k in known.items()
         if address not in answering
         and k.gpu.uuid not in elsewhere
-        and (address in lost or held is None or held & k.ids)
+        and (address in lost or held is None or held_devices(held) & k.ids)
     }
     return {**kept, **answering}
+
+
+def held_devices(ids: Iterable[DeviceId]) -> frozenset[DeviceId]:
+    """The GPUs and slices that these ids hold: those of replicas without their `::<n>`."""
+    return frozenset(DeviceId(id.partition("::")[0]) for id in ids)
 
 
 def devices(

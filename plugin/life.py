@@ -16,7 +16,7 @@ import grpc
 from plugin import cdi
 from plugin.allocation import Handing, Owner, owners, read_nodes
 from plugin.decisions import Decisions
-from plugin.devices import Advertised, Advertising, Device, Known, devices, remember
+from plugin.devices import Advertised, Advertising, Device, Known, devices, held_devices, remember
 from plugin.held import Held, nic_use, twice_held
 from plugin.registration import KUBELET_SOCKET, Registration, Signature
 from plugin.service import Resource, Tables
@@ -174,8 +174,12 @@ class DevicePlugin:
         ids = frozenset().union(*usage.device_ids().values()) | claimed(usage, machine)
         ours = frozenset(d.id for r in self.resources.values() for d in r.tables.devices.values())
         nics = frozenset(nic.pci for nic in graph.nics if nic.pci is not None)
+        here = {gpu.pci for gpu in machine.gpus if gpu.uuid or gpu.lost}
         self.held.listed(ids, asked=asked, nics=nic_use(usage, nics=nics, gpus=ours))
         self._usage_seen = True
+        known = self._known.values()
+        if any(not k.ids & held_devices(ids) for k in known if k.gpu.pci not in here):
+            self._publish_again()  # what was pulled out leaves the list with its last pod
         self._judge(twice_held(usage, ours))
 
     def _judge(self, twice: Mapping[DeviceId, tuple[PodName, ...]]) -> None:
@@ -291,14 +295,16 @@ class DevicePlugin:
         listed = self._cdi_listed()
         own = cdi.wants_own(options.handing, nodes_only=options.cdi_nodes_only, listed=listed)
         ids = dict.fromkeys(d.holds for found in advertised.resources.values() for d in found)
+        ours: frozenset[str] = frozenset()
         if own:
             nodes = read_nodes(dev=options.dev, proc=options.proc)
             spec = cdi.nodes_spec(ids, owners=who, handing=options.handing, nodes=nodes)
+            ours = frozenset(device["name"] for device in spec["devices"])
             try:
                 cdi.write_spec(spec, options.cdi_directories[-1])
             except cdi.CdiError as error:
                 self._say_once(str(error))
-        names = cdi.names(ids, owners=who, handing=options.handing, listed=listed, own=own)
+        names = cdi.names(ids, owners=who, handing=options.handing, listed=listed, own=ours)
         for id in ids:
             if id not in names:
                 self._say_once(

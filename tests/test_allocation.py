@@ -332,7 +332,7 @@ def test_names(tmp_path: Path, listed: list[str], ids: Any, expected: str) -> No
         owners=owners(machine().gpus),
         handing=Handing(ids=ids, strategies=CRI),
         listed=cdi.read_listed([tmp_path]),
-        own=not listed,
+        own=() if listed else (A,),
     )
     assert found == {A: expected}
 

@@ -40,7 +40,7 @@ from rte.model import (
     Usage,
 )
 from tests.small_kubelet import GPUS, SmallKubelet, until
-from tests.small_machine import address, machine, slices, uuid, with_gpu
+from tests.small_machine import address, machine, slices, uuid, with_gpu, without_gpu
 from tests.test_usage import Kubelet as PodResources
 from tests.test_usage import entry
 
@@ -378,6 +378,19 @@ def test_a_cordoned_gpu_turns_unhealthy_and_back(
     assert until(lambda: kubelet.devices()[uuid(5)].health == "Unhealthy")
     plugin.withhold({})
     assert until(lambda: kubelet.devices()[uuid(5)].health == "Healthy")
+
+
+def test_a_gpu_that_was_pulled_out_leaves_the_list_with_its_last_pod(
+    start: Start, kubelet: SmallKubelet
+) -> None:
+    plugin = start(advertising=Advertising(replicas={GPUS: 2}))
+    kubelet.await_register()
+    plugin.observe(Usage(pods=(use(f"{uuid(7)}::1"),)), asked=time.monotonic())
+    plugin.update(without_gpu(PAIRS, 7), {})
+    assert until(lambda: kubelet.devices()[f"{uuid(7)}::0"].health == "Unhealthy")
+    assert len(kubelet.devices()) == 16
+    plugin.observe(Usage(), asked=time.monotonic())
+    assert until(lambda: len(kubelet.devices()) == 14)
 
 
 def test_streams_are_side_by_side_and_leave_no_thread_behind(
