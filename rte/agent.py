@@ -67,7 +67,7 @@ class Pace:
     and one look then sees them all."""
     burst_s: float = 0.25
     """A reason that comes so soon after a write belongs to a burst."""
-    quiet_s: float = 0.085
+    quiet_s: float = 0.075
     """In a burst: how long no reason has come before the look. The last change of a burst is then
     published within 100 ms."""
     longest_s: float = 0.4

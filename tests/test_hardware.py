@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from rte.discovery.faults import FaultRules
 from rte.discovery.hardware import Hardware, Snapshot
 from rte.discovery.nvml_worker import NvmlWorker
 from rte.discovery.reading import NvmlReading
@@ -234,7 +235,7 @@ def test_an_xid_is_told_at_once_also_while_a_reading_hangs(make: Make) -> None:
 
 
 def test_a_lost_gpu_keeps_its_number_and_id_and_comes_back(make: Make) -> None:
-    site = make()
+    site = make(rules=FaultRules(cool_down_s=0.3))
     site.hardware.start()
     first = site.next()
     gpu = first.machine.gpus[1]
@@ -255,7 +256,8 @@ def test_a_lost_gpu_keeps_its_number_and_id_and_comes_back(make: Make) -> None:
     site.hardware.wake()
     back = site.next()
     assert back.machine == first.machine
-    assert back.faults == {}
+    assert [fault.reason for fault in back.faults[lost.pci]] == ["lost"]  # for the cool-down
+    assert site.next().faults == {}  # without an event, long before the next interval
 
 
 def test_an_event_wakes_and_mig_devices_are_seen(make: Make) -> None:

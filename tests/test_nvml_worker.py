@@ -118,7 +118,7 @@ def test_the_library_is_absent_and_is_installed_later(
     # A file that is no library stops the search also on a machine that has the real one.
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libnvidia-ml.so.1").write_text("no library")
-    worker = make(library_folders=(tmp_path / "lib",))
+    worker = make(library_folders=lambda: (tmp_path / "lib",))
     first = problem(worker)
     assert first.startswith("nvmlInit: NVML Shared Library Not Found (12); no libnvidia-ml.so.1:")
     time.sleep(worker.retry_in_s() or 0)
@@ -417,4 +417,4 @@ def test_the_library_is_found_below_a_driver_root(
     )
     assert folders_below(root) == (root / "usr/lib64",)
     env = {**driver.env, "LD_LIBRARY_PATH": ""}
-    assert make(env=env, library_folders=folders_below(root)).reading() == PAIR
+    assert make(env=env, library_folders=lambda: folders_below(root)).reading() == PAIR

@@ -696,6 +696,14 @@ EXPORT nvmlReturn_t nvmlDeviceGetTemperature(nvmlDevice_t device, int sensor, un
     return sensor ? INVALID_ARGUMENT : give_number(gpu, "temperature_c", celsius);
 }
 
+EXPORT nvmlReturn_t nvmlDeviceGetCurrentClocksThrottleReasons(nvmlDevice_t device, unsigned long long *reasons) {
+    DEVICE_CALL(device);
+    json *v = member(gpu, "clock_events");
+    if (!v) return NOT_SUPPORTED;
+    *reasons = (unsigned long long)v->number;
+    return OK;
+}
+
 EXPORT nvmlReturn_t nvmlDeviceGetTemperatureV(nvmlDevice_t device, nvmlTemperature_v1_t *t) {
     DEVICE_CALL(device);
     if (t->version != 0x100000C) return VERSION_MISMATCH;

@@ -1,0 +1,424 @@
+"""Nodes, pods and verdicts around a real scheduler: what tests/test_scheduler.py is written in."""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from plugin.devices import Advertising, devices
+from plugin.life import DevicePlugin
+from plugin.life import Options as PluginOptions
+from rte.agent import Agent, Kubelet, Pace, Reason, Sources
+from rte.graph.build import build
+from rte.graph.groups import groups
+from rte.kubelet import admission, usage
+from rte.kubelet.policy import parse_policy, read_policy
+from rte.kubelet.spec import parse_pod as parse_spec
+from rte.model import (
+    CpuId,
+    DeviceId,
+    DeviceUse,
+    Machine,
+    NumaId,
+    Observation,
+    PodName,
+    base_units,
+    huge_pages_name,
+)
+from rte.publish.access import Access
+from rte.publish.apply import ApiServer
+from rte.publish.fingerprint import fingerprint
+from rte.publish.nrt import nrt
+from rte.publish.pods import PodWatch
+from rte.publish.pods import parse_pod as parse_facts
+from rte.publish.publisher import ApiSink
+from tests.real_apiserver import MERGE
+from tests.real_apiserver import ApiServer as RealApiServer
+from tests.real_kubelet import Admission as RealAdmission
+from tests.real_kubelet import Json
+from tests.real_kubelet import Kubelet as RealKubelet
+from tests.real_scheduler import Scheduler
+
+GPU = "nvidia.com/gpu"
+NIC = "example.com/nic"
+NRTS = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/"
+RESERVED_MEMORY = 100 << 20  # bytes
+
+
+class Cluster:
+    """Pods of one namespace in a real API server."""
+
+    def __init__(self, real: RealApiServer, prefix: str) -> None:
+        self.real = real
+        self.namespace = real.create_namespace(prefix)
+        self.pods = f"/api/v1/namespaces/{self.namespace}/pods/"
+
+    def add_node(self, name: str, allocatable: Mapping[str, int]) -> None:
+        """A Node as its kubelet would keep it."""
+        labels = {"kubernetes.io/hostname": name}
+        self.real.create("/api/v1/nodes", {"metadata": {"name": name, "labels": labels}})
+        self.set_allocatable(name, allocatable)
+
+    def set_allocatable(self, name: str, allocatable: Mapping[str, int]) -> None:
+        figures = {key: str(value) for key, value in {"pods": 110, **allocatable}.items()}
+        status = {"status": {"capacity": figures, "allocatable": figures}}
+        self.real.ask("PATCH", f"/api/v1/nodes/{name}/status", status, content_type=MERGE)
+
+    def create(self, pod: Mapping[str, Any], scheduler: str, *, node: str | None = None) -> None:
+        """A pod for a scheduler, which may place it on this node only."""
+        spec = {**pod["spec"], "schedulerName": scheduler, "terminationGracePeriodSeconds": 0}
+        if node is not None:
+            spec["nodeSelector"] = {"kubernetes.io/hostname": node}
+        self.real.create(self.pods, {"metadata": {"name": pod["metadata"]["name"]}, "spec": spec})
+
+    def bind(self, pod: Mapping[str, Any], node: str) -> None:
+        """A pod that no scheduler was asked about."""
+        spec = {**pod["spec"], "nodeName": node}
+        self.real.create(self.pods, {"metadata": {"name": pod["metadata"]["name"]}, "spec": spec})
+
+    def set_phase(self, name: str, phase: str) -> None:
+        status = {"status": {"phase": phase}}
+        self.real.ask("PATCH", f"{self.pods}{name}/status", status, content_type=MERGE)
+
+    def delete(self, name: str) -> None:
+        self.real.ask("DELETE", f"{self.pods}{name}?gracePeriodSeconds=0")
+
+    def verdicts(
+        self, scheduler: Scheduler, names: Collection[str], *, within_s: float = 30
+    ) -> dict[str, str | None]:
+        """The node of each pod, None for a pod that the scheduler has refused."""
+
+        def look() -> dict[str, str | None] | None:
+            found = {}
+            for pod in self.real.get(self.pods)["items"]:
+                name = pod["metadata"]["name"]
+                if name not in names:
+                    continue
+                if pod["spec"].get("nodeName"):
+                    found[name] = pod["spec"]["nodeName"]
+                elif any(
+                    condition["type"] == "PodScheduled" and condition["status"] == "False"
+                    for condition in pod["status"].get("conditions", ())
+                ):
+                    found[name] = None
+            return found if len(found) == len(names) else None
+
+        answer: dict[str, str | None] = scheduler.wait(look, f"no verdict on {names}", within_s)
+        return answer
+
+    def wait_placed(
+        self, scheduler: Scheduler, names: Collection[str], *, within_s: float
+    ) -> dict[str, float]:
+        """When each pod was first seen to have a node, in monotonic time."""
+        seen: dict[str, float] = {}
+
+        def look() -> dict[str, float] | None:
+            for pod in self.real.get(self.pods)["items"]:
+                name = pod["metadata"]["name"]
+                if name in names and name not in seen and pod["spec"].get("nodeName"):
+                    seen[name] = time.monotonic()
+            return seen if len(seen) == len(names) else None
+
+        answer: dict[str, float] = scheduler.wait(look, f"not all of {names} placed", within_s)
+        return answer
+
+    def refusal(self, name: str) -> str:
+        """Why the scheduler has refused a pod, in its words."""
+        conditions = self.real.get(self.pods + name)["status"].get("conditions", ())
+        return "; ".join(str(c.get("message")) for c in conditions if c["status"] == "False")
+
+
+def client(real: RealApiServer) -> ApiServer:
+    return ApiServer(Access(server=real.url, ca_file=real.ca, token=real.token))
+
+
+@dataclass(kw_only=True)
+class ModelNode:
+    """A node whose kubelet is rte.kubelet.admission, published by the real publisher.
+
+    The model decides as the real kubelet does: tests/test_admission.py compares thousands of cases.
+    """
+
+    name: str
+    cluster: Cluster
+    machine: Machine
+    state: admission.KubeletState
+    sink: ApiSink
+    api: ApiServer
+    options: Mapping[str, Any] = field(default_factory=dict)  # nrt's
+
+    def observation(self) -> Observation:
+        bodies, _ = self.api.list_pods(self.name)
+        return Observation(
+            machine=self.machine,
+            usage=admission.usage(self.state),
+            allocatable=admission.allocatable(self.state),
+            policy=self.state.policy,
+            node_allocatable=self.state.allocatable,
+            pods=tuple(sorted(map(parse_facts, bodies), key=lambda facts: facts.pod)),
+        )
+
+    def body(self) -> Json:
+        graph = build(self.machine)
+        return nrt(
+            self.observation(),
+            graph,
+            node_name=self.name,
+            node_uid=None,  # the sink's
+            version="test",
+            groups=groups(graph),
+            ours=[
+                DeviceUse(resource=resource, id=id, numa=numa)
+                for resource, ids in self.state.devices.items()
+                for id, numa in ids.items()
+            ],
+            **self.options,
+        )
+
+    def publish(self) -> None:
+        self.sink.publish(self.body(), time.monotonic())
+
+    def live(self) -> Json:
+        return self.cluster.real.get(NRTS + self.name)
+
+    def would_admit(self, pod: Mapping[str, Any]) -> bool:
+        return isinstance(self.decide(pod), admission.Admitted)
+
+    def decide(self, pod: Mapping[str, Any]) -> admission.Admitted | admission.Rejected:
+        """What the kubelet says to the pod, which changes nothing yet."""
+        return admission.admit(self.state, parse_spec(self.in_namespace(pod)), prefer=first)
+
+    def admit(self, pod: Mapping[str, Any]) -> admission.Admitted | admission.Rejected:
+        answer = self.decide(pod)
+        if answer.state is not None:
+            self.state = answer.state
+        return answer
+
+    def remove(self, name: str) -> None:
+        self.state = admission.without(
+            self.state, PodName(namespace=self.cluster.namespace, name=name)
+        )
+
+    def in_namespace(self, pod: Mapping[str, Any]) -> Json:
+        metadata = {**pod["metadata"], "namespace": self.cluster.namespace}
+        return {**pod, "metadata": metadata}
+
+
+def first(
+    resource: str, offered: Iterable[DeviceId], must: Iterable[DeviceId], size: int
+) -> list[DeviceId]:
+    """The preference of a plugin that takes what comes first."""
+    return [*must, *sorted(set(offered) - set(must))][:size]
+
+
+def model_node(
+    cluster: Cluster, name: str, machine: Machine, config: Mapping[str, Any], **options: Any
+) -> ModelNode:
+    """A node with this machine and kubelet configuration, and nothing on it."""
+    state = kubelet(machine, config)
+    allocatable = {r: len(ids) for r, ids in state.devices.items()}
+    cluster.add_node(name, {**state.allocatable, **allocatable})
+    api = client(cluster.real)
+    return ModelNode(
+        name=name,
+        cluster=cluster,
+        machine=machine,
+        state=state,
+        sink=ApiSink(api, node=name, takeover_after_s=180),
+        api=api,
+        options=options,
+    )
+
+
+def kubelet(machine: Machine, config: Mapping[str, Any]) -> admission.KubeletState:
+    """The kubelet of a recorded machine, with a core of its first NUMA node reserved."""
+    nodes = [node for node in machine.numa_nodes if node.cpus]
+    cores = [core for node in nodes for core in threads(node.cpus)]
+    full: dict[str, Any] = {"reservedSystemCPUs": ",".join(map(str, cores[0])), **config}
+    if config.get("memoryManagerPolicy") == "Static":
+        limits = {"memory": str(RESERVED_MEMORY)}
+        full["reservedMemory"] = [{"numaNode": int(nodes[0].id), "limits": limits}]
+    pages: dict[str, int] = {}
+    for node in machine.numa_nodes:
+        for page_bytes, count in node.huge_pages.items():
+            resource = huge_pages_name(page_bytes)
+            pages[resource] = pages.get(resource, 0) + page_bytes * count
+    memory = sum(node.memory_bytes or 0 for node in machine.numa_nodes)
+    return admission.kubelet_state(
+        machine.numa_nodes,
+        parse_policy(full),
+        cores=cores,
+        devices=advertised(machine),
+        allocatable={
+            "cpu": sum(len(node.cpus) for node in nodes) - len(cores[0]),
+            "memory": memory - sum(pages.values()) - RESERVED_MEMORY,
+            **{resource: size for resource, size in pages.items() if size},
+        },
+    )
+
+
+def threads(cpus: tuple[CpuId, ...]) -> list[tuple[CpuId, ...]]:
+    """Cores of two threads, numbered as Linux does: the first threads of all cores come first."""
+    half = len(cpus) // 2
+    return [(cpus[i], cpus[half + i]) for i in range(half)]
+
+
+def advertised(machine: Machine) -> dict[str, dict[DeviceId, tuple[NumaId, ...]]]:
+    """Our plugin's GPUs, and a second plugin's NICs."""
+    listed = devices(machine, {}, options=Advertising(resource=GPU)).resources
+    found = {name: {d.id: d.numa for d in each} for name, each in listed.items()}
+    functions = {function.address: function for function in machine.pci}
+    nics = {}
+    for nic in machine.nics:
+        numa = functions[nic.pci].numa if nic.pci in functions else None
+        if nic.physical_function is None and nic.pci is not None and numa is not None:
+            nics[DeviceId(str(nic.pci))] = (numa,)
+    return {**found, **({NIC: nics} if nics else {})}
+
+
+def fingerprint_of(body: Mapping[str, Any]) -> str:
+    (value,) = (
+        a["value"] for a in body["attributes"] if a["name"] == "nodeTopologyPodsFingerprint"
+    )
+    return str(value)
+
+
+class RealNode:
+    """A node whose kubelet, plugin, publisher and watch of its pods are the real ones.
+
+    What no test runs is the kubelet's own watch of the API server: `start_pod` and `end_pod` say
+    to both sides what becomes of a pod.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        cluster: Cluster,
+        start_kubelet: Callable[..., RealKubelet],
+        machine: Machine,
+        config: Mapping[str, Any],
+        pace: Pace,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.cluster = cluster
+        self.machine = machine
+        self.kubelet = start_kubelet(config, machine=kubelet_machine(machine))
+        self.api, pods_api = client(cluster.real), client(cluster.real)
+        self.channel = usage.channel(self.kubelet.pod_resources)
+        self.pods = PodWatch(pods_api, name, lambda: self.agent.wake(Reason.PODS))
+        self.graph = build(machine)
+        self.options = options or {}
+        self.allocatable: dict[str, int] = {}
+        self.agent = Agent(
+            kubelet=Kubelet(
+                channel=self.channel,
+                root=self.kubelet.root,
+                plugin_dir=self.kubelet.plugin_dir,
+                pod_resources_socket=self.kubelet.pod_resources,
+            ),
+            hardware=SimpleNamespace(latest=SimpleNamespace(machine=machine, faults={})),
+            sources=Sources(
+                policy=lambda: read_policy(self.kubelet.root / "config.yaml"),
+                pods=self.pods.read,
+                node_allocatable=lambda: self.allocatable,
+            ),
+            compose=self.compose,
+            sink=ApiSink(self.api, node=name, takeover_after_s=180),
+            pace=pace,
+        )
+        self.plugin = DevicePlugin(
+            PluginOptions(
+                plugin_dir=self.kubelet.plugin_dir, pod_resources=self.kubelet.pod_resources
+            ),
+            on_allocate=lambda: self.agent.wake(Reason.ALLOCATE),
+        )
+
+    def start(self) -> None:
+        """Returns when the object is published with all devices."""
+        self.plugin.start()
+        self.plugin.update(self.machine, {})
+        count = len(advertised(self.machine)[GPU])
+        self.kubelet.wait_devices(GPU, count)
+        said = self.kubelet.state().allocatable
+        self.allocatable = {key: base_units(value) for key, value in said.items() if key != "pods"}
+        self.cluster.add_node(self.name, self.allocatable)
+        self.pods.start()
+        self.agent.start()
+        self.until(lambda: self.free(GPU) == count)
+
+    def stop(self) -> None:
+        self.agent.stop()
+        self.pods.stop()
+        self.plugin.stop()
+        self.channel.close()
+        self.api.close()
+
+    def compose(self, observation: Observation) -> list[dict[str, Any]]:
+        tables = self.plugin.resources[GPU].tables.devices.values()
+        return [
+            nrt(
+                observation,
+                self.graph,
+                node_name=self.name,
+                node_uid=None,
+                version="test",
+                groups=groups(self.graph),
+                ours=[DeviceUse(resource=GPU, id=d.id, numa=d.numa) for d in tables],
+                **self.options,
+            )
+        ]
+
+    def start_pod(self, pod: Mapping[str, Any]) -> RealAdmission:
+        """What the kubelet decides about a pod that was bound to it; one it admits runs."""
+        name = pod["metadata"]["name"]
+        metadata = {**pod["metadata"], "namespace": self.cluster.namespace}
+        admission = self.kubelet.admit({**pod, "metadata": metadata})
+        if admission.admitted:
+            self.cluster.set_phase(name, "Running")
+        else:
+            self.kubelet.remove(name, self.cluster.namespace)
+        return admission
+
+    def end_pod(self, name: str) -> None:
+        self.kubelet.remove(name, self.cluster.namespace)
+        self.cluster.delete(name)
+
+    def body(self) -> Json:
+        answer = self.cluster.real.request("GET", NRTS + self.name)
+        return answer.body if answer.status == 200 else {"zones": [], "attributes": []}
+
+    def free(self, resource: str) -> int:
+        return sum(
+            int(each["available"])
+            for zone in self.body()["zones"]
+            for each in zone.get("resources", ())
+            if each["name"] == resource
+        )
+
+    def until_told(self, *names: str) -> None:
+        """Return when the object covers exactly these running pods, all of them exclusive ones."""
+        pods = [PodName(namespace=self.cluster.namespace, name=name) for name in names]
+        self.until(lambda: fingerprint_of(self.body()) == fingerprint(pods))
+
+    def until(self, holds: Callable[[], bool], within_s: float = 10) -> None:
+        end = time.monotonic() + within_s
+        while not holds():
+            assert time.monotonic() < end, (self.agent.problems.current(), self.body())
+            time.sleep(0.01)
+
+
+def kubelet_machine(machine: Machine) -> list[Json]:
+    """A machine as tests/kubelet reads it."""
+    return [
+        {
+            "id": int(node.id),
+            "socket": index,
+            "cores": [list(map(int, core)) for core in threads(node.cpus)],
+            "memory": str(node.memory_bytes or 0),
+            "hugepages": {"2Mi": node.huge_pages.get(2 << 20, 0)},
+            "distances": [node.distance.get(other.id, 10) for other in machine.numa_nodes],
+        }
+        for index, node in enumerate(machine.numa_nodes)
+    ]
