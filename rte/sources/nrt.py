@@ -451,6 +451,8 @@ def unknown(found: Found, gpus: tuple[Gpu, ...]) -> Iterator[str]:
         if any(found.devices[gpu.pci].numa is None for gpu in gpus):
             yield "NUMA nodes of some GPUs: the object keeps those only that firmware states"
     elif gpus:
+        if any("nvlinkGroups" in zone.values for zone in found.of("Node")):
+            yield "who is in the NVLink groups that the zones name"
         yield "UUIDs, NVLinks, PCIe and NICs: nrt.detail gpu and full say more, and GPUFabric all"
     else:
         yield "GPUs: no zone names or counts any"

@@ -55,14 +55,16 @@ def nccl(graph: Graph) -> str:
 
 def lines(graph: Graph) -> Iterator[str]:
     yield '<system version="1">'
-    shown = [gpu.pci for gpu in graph.machine.gpus]
+    shown = [gpu.pci for gpu in graph.gpus]
     shown += [nic.pci for nic in graph.machine.nics if nic.pci and nic.physical_function is None]
     below, tops = nested(graph.tree, [pci for pci in shown if pci in graph.tree.devices])
     nodes = {node.id: node for node in graph.machine.numa_nodes}
     here: dict[NumaId | None, list[PciAddress]] = {}
     for top in tops:
         here.setdefault(graph.tree.devices[top].numa, []).append(top)
-    for id in sorted({*here, *(n.id for n in nodes.values() if n.cpus)}, key=by_id):
+    for id in sorted(
+        {*here, *(n.id for n in nodes.values() if n.cpus or not n.cpus_known)}, key=by_id
+    ):
         node = nodes.get(id) if id is not None else None
         words = {"numaid": str(-1 if id is None else id)}
         if node and node.cpus:
@@ -121,7 +123,7 @@ def pci(
     graph: Graph, address: PciAddress, below: Mapping[PciAddress, list[PciAddress]], indent: str
 ) -> Iterator[str]:
     device = graph.tree.devices[address]
-    gpu = next((g for g in graph.machine.gpus if g.pci == address), None)
+    gpu = next((g for g in graph.gpus if g.pci == address), None)
     cards = [n for n in graph.machine.nics if n.pci == address and (n.rdma or n.netdevs)]
     inner = [
         *(gpu_lines(gpu, graph, f"{indent}  ") if gpu else ()),
@@ -151,8 +153,6 @@ def pci_words(device: PciDevice) -> dict[str, str]:
 
 
 def gpu_lines(gpu: Gpu, graph: Graph, indent: str) -> Iterator[str]:
-    if gpu.lost is not None:
-        return
     words = {} if gpu.index is None else {"dev": str(gpu.index)}
     if (generation := compute_capability(gpu)) is not None:
         words["sm"] = str(generation)
