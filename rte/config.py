@@ -205,6 +205,16 @@ class Numa(Section, frozen=True, kw_only=True):
     ] = msgspec.field(default_factory=dict)
 
 
+class NvLinks(Section, frozen=True, kw_only=True):
+    absent: Annotated[
+        tuple[tuple[str, str], ...],
+        opt(
+            "NVLinks that do not exist although the driver lists them: pairs of PCI addresses, of "
+            "two GPUs or of a GPU and an NVSwitch."
+        ),
+    ] = ()
+
+
 class Groups(Section, frozen=True, kw_only=True):
     names: Annotated[
         Mapping[str, tuple[str, ...]],
@@ -245,6 +255,13 @@ class Nics(Section, frozen=True, kw_only=True):
             "of the most common link rate."
         ),
     ] = ()
+    homes: Annotated[
+        Mapping[str, str],
+        opt(
+            "Where a NIC hangs although firmware says otherwise: its PCI address → the address of "
+            "the PCIe switch above it or of a GPU beside it."
+        ),
+    ] = msgspec.field(default_factory=dict)
 
 
 class Withhold(Section, frozen=True, kw_only=True):
@@ -399,6 +416,7 @@ class Config(Section, frozen=True, kw_only=True):
     api: Api = Api()
     nrt: Nrt = Nrt()
     numa: Numa = Numa()
+    nvlinks: NvLinks = NvLinks()
     groups: Groups = Groups()
     labels: Labels = Labels()
     nics: Nics = Nics()
@@ -576,6 +594,8 @@ def _check(config: Config, source: str) -> None:
     """What types cannot say."""
     for key, addresses in [
         ("numa.overrides", list(config.numa.overrides)),
+        ("nvlinks.absent", [address for pair in config.nvlinks.absent for address in pair]),
+        ("nics.homes", [address for pair in config.nics.homes.items() for address in pair]),
         *((f"groups.names.{n}", list(a)) for n, a in config.groups.names.items()),
         ("devices.withhold", [w.pci for w in config.devices.withhold if w.pci is not None]),
     ]:

@@ -325,6 +325,7 @@ class Machine:
     """NVML's P2P read status, a direction each; absent pairs were not asked."""
     driver: str | None = None  # NVIDIA driver version
     unknown: tuple[str, ...] = ()  # what this source cannot say, in words, for people
+    overridden: tuple[str, ...] = ()  # what the operator stated instead of the source, in words
 
     def device(self, address: PciAddress) -> PciDevice | None:
         """The PCI function at an address; builds no index, for tables use a dict."""

@@ -13,6 +13,8 @@ from rte.model import NumaId, pci_address
 def overrides(config: Config) -> Overrides:
     return Overrides(
         numa={pci_address(a): NumaId(n) for a, n in config.numa.overrides.items()},
+        absent_links=tuple((pci_address(a), pci_address(b)) for a, b in config.nvlinks.absent),
+        homes={pci_address(a): pci_address(b) for a, b in config.nics.homes.items()},
     )
 
 

@@ -11,7 +11,7 @@ from rte import sources
 from rte.commands.node import nvml_folders, overrides
 from rte.commands.options import add_options, configuration
 from rte.config import Config
-from rte.discovery import assemble
+from rte.discovery import assemble, overridden
 from rte.discovery.nvml_worker import NvmlUnavailable, NvmlWorker
 from rte.discovery.reading import NvmlReading
 from rte.discovery.sysfs import SysfsError, read_host
@@ -43,7 +43,9 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 def read_source(args: argparse.Namespace) -> Source:
     """The graph of what the arguments name. Raises CannotRead and ConfigError."""
     config = configuration(args)
-    machine = read_any(args.source) if args.source else read_node(config)
+    machine = (
+        overridden(read_any(args.source), overrides(config)) if args.source else read_node(config)
+    )
     graph = build(machine, compute_nics=config.nics.compute)
     try:
         return Source(graph, groups(graph, by=config.groups.by, names=config.groups.names))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
+from rte.discovery.overrides import Overrides, node_word, overridden
 from rte.discovery.reading import FabricReading, GpuReading, LinkReading, MigReading, NvmlReading
 from rte.discovery.sysfs import Host
 from rte.model import (
@@ -28,6 +29,8 @@ from rte.model import (
     pci_address,
     pci_order,
 )
+
+__all__ = ["Overrides", "assemble", "overridden"]
 
 # One way, in MB/s, where the driver does not say the speed itself: P100 20 GB/s, V100 to H100 25,
 # Blackwell 50. Versions that come later are no slower than the last one we know.
@@ -67,13 +70,6 @@ Found = TypeVar("Found")
 PASSED_THROUGH = "vfio-pci"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overrides:
-    """What the operator states where firmware says nothing or something wrong."""
-
-    numa: Mapping[PciAddress, NumaId] = field(default_factory=dict)
-
-
 def assemble(
     host: Host, nvml: NvmlReading | None, *, overrides: Overrides | None = None
 ) -> Machine:
@@ -91,7 +87,7 @@ def assemble(
     memory_nodes = {node.gpu: node.id for node in reversed(nodes) if node.gpu}
     healthy = {a: answers[a] for a in ours if a in answers and not answers[a].error}
     places = {answer.index: address for address, answer in healthy.items()}
-    return Machine(
+    found = Machine(
         numa_nodes=nodes,
         pci=tuple(devices.values()),
         gpus=tuple(
@@ -111,7 +107,9 @@ def assemble(
             *placeless(nvml, answers, devices, numbers),
             *foreign_lanes(answers, ends),
         ),
+        overridden=tuple(restated(host, overrides)),
     )
+    return overridden(found, overrides)
 
 
 def answers_by_address(nvml: NvmlReading | None) -> Mapping[PciAddress, GpuReading]:
@@ -193,6 +191,14 @@ def with_numa(
         else:
             found[address] = device
     return found
+
+
+def restated(host: Host, overrides: Overrides | None) -> Iterator[str]:
+    """Which NUMA nodes the operator stated, and what the kernel had said."""
+    stated = overrides.numa if overrides else {}
+    for address, device in in_pci_order(by_address(host.pci)).items():
+        if address in stated:
+            yield node_word(device, stated[address])
 
 
 def above_of(device: PciDevice, devices: Mapping[PciAddress, PciDevice]) -> Iterator[PciAddress]:

@@ -52,6 +52,7 @@ def document(graph: Graph, groups: Sequence[Group]) -> Json:
             "nics": dict(found.nics),
             "matrix": [list(row) for row in found.matrix],
         },
+        "overridden": list(machine.overridden),
         "unknown": list(machine.unknown),
     }
 

@@ -441,17 +441,19 @@ class Picture:
             self.y += 18
 
     def notes(self) -> Iterator[str]:
-        unknown = self.graph.machine.unknown
-        if not unknown:
-            return
-        self.y += 6
-        yield label(MARGIN, self.y + 12, "Not known", of=12, weight=700, fill=SOFT)
-        self.y += 18
-        for note in unknown[:12]:
-            for n, line in enumerate(wrapped(note, WIDTH - 2 * MARGIN - 10, 10.5)):
-                yield label(MARGIN + (0 if n == 0 else 10), self.y + 10, line, of=10.5, fill=SOFT)
-                self.y += 14
-            self.y += 2
+        machine = self.graph.machine
+        for title, said in (("Overridden", machine.overridden), ("Not known", machine.unknown)):
+            if not said:
+                continue
+            self.y += 6
+            yield label(MARGIN, self.y + 12, title, of=12, weight=700, fill=SOFT)
+            self.y += 18
+            for note in said[:12]:
+                for n, line in enumerate(wrapped(note, WIDTH - 2 * MARGIN - 10, 10.5)):
+                    indent = 0 if n == 0 else 10
+                    yield label(MARGIN + indent, self.y + 10, line, of=10.5, fill=SOFT)
+                    self.y += 14
+                self.y += 2
 
 
 class More(NamedTuple):

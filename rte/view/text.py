@@ -37,7 +37,8 @@ def text(graph: Graph, groups: Sequence[Group]) -> str:
         *numa_parts(graph, groups),
         group_part(graph, groups),
         *matrix_parts(graph),
-        notes(graph.machine),
+        notes("Overridden", graph.machine.overridden),
+        notes("Not known", graph.machine.unknown),
     ]
     return "\n".join("".join(f"{line}\n" for line in part) for part in parts if part)
 
@@ -340,5 +341,5 @@ def block(
         start = shown.stop
 
 
-def notes(machine: Machine) -> list[str]:
-    return ["Not known", *(f"  {line}" for line in machine.unknown)] if machine.unknown else []
+def notes(title: str, said: Sequence[str]) -> list[str]:
+    return [title, *(f"  {line}" for line in said)] if said else []
