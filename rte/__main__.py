@@ -29,6 +29,8 @@ COMMANDS = {
     "show": Command("this node, or a recorded one, as a tree and a matrix"),
     "choose": Command("which GPUs a request would get, and why"),
     "record": Command("this node as a folder of text: a bug report, and a test"),
+    "release": Command("close NVML in this pod's daemon, for a GPU reset or a driver's unloading"),
+    "doctor": Command("what is wrong on this node, and what to do about it, one line each"),
     "demo": Command("the whole system on a recorded machine; no GPU or cluster needed"),
     "config": Command("the effective configuration, or the reference of all options"),
 }

@@ -99,6 +99,13 @@ class Kubelet(Section, frozen=True, kw_only=True):
         str | None,
         opt("Device plugin directory; absent means device-plugins in the root directory."),
     ] = None
+    registration: Annotated[
+        Literal["register", "watcher"],
+        opt(
+            "How the kubelet learns of the device plugin: register calls it; watcher puts the "
+            "sockets into plugins_registry in the root directory, where the kubelet looks."
+        ),
+    ] = "register"
     config_file: Annotated[
         str | None,
         opt(
@@ -195,6 +202,13 @@ class Nrt(Section, frozen=True, kw_only=True):
 
 
 class Numa(Section, frozen=True, kw_only=True):
+    same_socket: Annotated[
+        tuple[tuple[int, ...], ...],
+        opt(
+            "Lists of NUMA nodes that are one socket (sub-NUMA clustering): a device on one of "
+            "them is advertised on all of them."
+        ),
+    ] = ()
     advertise_inferred: Annotated[
         bool,
         opt("Advertise NUMA nodes that were inferred because the firmware says none."),
@@ -275,6 +289,13 @@ class Withhold(Section, frozen=True, kw_only=True):
 
 class Devices(Section, frozen=True, kw_only=True):
     resource: Annotated[str, opt("Resource name of whole GPUs.")] = "nvidia.com/gpu"
+    advertise: Annotated[
+        tuple[Literal["gpu", "gpu-fabric"], ...],
+        opt(
+            "What whole GPUs are to the kubelet: gpu, under devices.resource, or gpu-fabric, under "
+            "a resource gpu-fabric.NAME for each group of groups.names; never both."
+        ),
+    ] = ("gpu",)
     mig_strategy: Annotated[
         Literal["none", "single", "mixed"],
         opt("How MIG slices are advertised.", env="MIG_STRATEGY", flag="--mig-strategy"),
@@ -299,6 +320,25 @@ class Devices(Section, frozen=True, kw_only=True):
             flag="--pass-device-specs",
         ),
     ] = False
+    gdrcopy_enabled: Annotated[
+        bool,
+        opt("Containers get GDRCopy.", env="GDRCOPY_ENABLED", flag="--gdrcopy-enabled"),
+    ] = False
+    gds_enabled: Annotated[
+        bool,
+        opt("Containers get GPUDirect Storage.", env="GDS_ENABLED", flag="--gds-enabled"),
+    ] = False
+    mofed_enabled: Annotated[
+        bool,
+        opt("Containers get the MOFED devices.", env="MOFED_ENABLED", flag="--mofed-enabled"),
+    ] = False
+    nccl_topology_dir: Annotated[
+        str | None,
+        opt(
+            "Folder of the host, mounted here at the same path, for a topology file that NCCL in "
+            "the containers is given (NCCL_TOPO_FILE); absent: none."
+        ),
+    ] = None
     cuda_order: Annotated[
         Literal["none", "nvlink"],
         opt("nvlink sets CUDA_VISIBLE_DEVICES in the order of the NVLinks."),
@@ -315,6 +355,50 @@ class Devices(Section, frozen=True, kw_only=True):
             flag="--shared-devices-allocation-policy",
         ),
     ] = "distributed"
+
+
+class SharedResource(Section, frozen=True, kw_only=True):
+    """One resource whose devices are offered several times."""
+
+    name: str
+    replicas: Annotated[int, msgspec.Meta(ge=2)]
+
+
+class TimeSlicing(Section, frozen=True, kw_only=True):
+    rename_by_default: Annotated[
+        bool, opt("Resources with replicas are called .shared at the end of their name.")
+    ] = False
+    fail_requests_greater_than_one: Annotated[
+        bool,
+        opt("Refuse a container that would get two replicas of one device."),
+    ] = False
+    resources: Annotated[
+        tuple[SharedResource, ...],
+        opt("Resources whose devices are offered several times: name, replicas (2 or more)."),
+    ] = ()
+
+
+class SharingSection(Section, frozen=True, kw_only=True):
+    time_slicing: TimeSlicing = TimeSlicing()
+
+
+class Imex(Section, frozen=True, kw_only=True):
+    channel_ids: Annotated[
+        tuple[int, ...],
+        opt(
+            "IMEX channels that each container gets: none, or channel 0.",
+            env="IMEX_CHANNEL_IDS",
+            flag="--imex-channel-ids",
+        ),
+    ] = msgspec.field(default=(), name="channelIDs")
+    required: Annotated[
+        bool,
+        opt(
+            "Refuse the start when a channel does not exist; else it is left out.",
+            env="IMEX_REQUIRED",
+            flag="--imex-required",
+        ),
+    ] = False
 
 
 class Cdi(Section, frozen=True, kw_only=True):
@@ -359,6 +443,10 @@ class Nvml(Section, frozen=True, kw_only=True):
     timeout: Annotated[
         Duration, opt("How long one look through NVML may take before its process is replaced.")
     ] = Duration(20)
+    release: Annotated[
+        Duration,
+        opt("How long `rte release` and SIGUSR1 keep NVML closed when nothing else is said."),
+    ] = Duration(300)
 
 
 class Health(Section, frozen=True, kw_only=True):
@@ -373,6 +461,14 @@ class Health(Section, frozen=True, kw_only=True):
         str,
         opt("Xids that do count, or all; wins over disable.", env="DP_ENABLE_HEALTHCHECKS"),
     ] = ""
+    cool_down: Annotated[
+        Duration,
+        opt("How long a GPU must have been well again before it gets work."),
+    ] = Duration(30)
+    events: Annotated[
+        bool,
+        opt("Report GPUs that turn sick or well as Events of the Node (needs to create events)."),
+    ] = False
 
 
 class Http(Section, frozen=True, kw_only=True):
@@ -411,6 +507,14 @@ class Config(Section, frozen=True, kw_only=True):
             flag="--driver",
         ),
     ] = "injected"
+    state_dir: Annotated[
+        str,
+        opt(
+            "Folder in memory for faults known only from events and for `rte release`'s socket; "
+            "where it does not exist neither is there.",
+            env="RTE_STATE_DIR",
+        ),
+    ] = "/run/rte"
     host: Host = Host()
     kubelet: Kubelet = Kubelet()
     api: Api = Api()
@@ -421,6 +525,8 @@ class Config(Section, frozen=True, kw_only=True):
     labels: Labels = Labels()
     nics: Nics = Nics()
     devices: Devices = Devices()
+    sharing: SharingSection = SharingSection()
+    imex: Imex = Imex()
     cdi: Cdi = Cdi()
     nvml: Nvml = Nvml()
     health: Health = Health()
@@ -436,6 +542,10 @@ class Config(Section, frozen=True, kw_only=True):
     @property
     def plugin_dir(self) -> Path:
         return Path(self.kubelet.plugin_dir or Path(self.kubelet.root_dir, "device-plugins"))
+
+    @property
+    def registry_dir(self) -> Path:
+        return Path(self.kubelet.root_dir, "plugins_registry")
 
 
 class Option(NamedTuple):
@@ -611,6 +721,59 @@ def _check(config: Config, source: str) -> None:
             )
     if not config.devices.device_list_strategy:
         raise ConfigError("devices.deviceListStrategy", source, "needs at least one strategy")
+    _check_fabric(config, source)
+    _check_sharing(config, source)
+    if config.imex.channel_ids not in ((), (0,)):
+        raise ConfigError(
+            "imex.channelIDs", source, f"must be [] or [0], not {list(config.imex.channel_ids)}"
+        )
+
+
+def _check_fabric(config: Config, source: str) -> None:
+    key = "devices.advertise"
+    advertise = config.devices.advertise
+    if not advertise:
+        raise ConfigError(key, source, "needs gpu or gpu-fabric")
+    if "gpu-fabric" not in advertise:
+        return
+    if "gpu" in advertise:
+        raise ConfigError(
+            key,
+            source,
+            "gpu and gpu-fabric exclude each other: the kubelet counts each resource name by "
+            "itself and would hand one GPU out twice",
+        )
+    if config.devices.mig_strategy == "single":
+        raise ConfigError(
+            key, source, "gpu-fabric is for whole GPUs and not with devices.migStrategy: single"
+        )
+    if not config.groups.names:
+        raise ConfigError(
+            key, source, "gpu-fabric needs groups.names: a resource must not follow observed links"
+        )
+    for name in config.groups.names:
+        if not re.fullmatch(r"(?!.{53})[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?", name):
+            raise ConfigError(
+                f"groups.names.{name}", source, "cannot be the end of a resource's name"
+            )
+
+
+def _check_sharing(config: Config, source: str) -> None:
+    domain = config.devices.resource.rpartition("/")[0]
+    seen = set()
+    for number, entry in enumerate(config.sharing.time_slicing.resources):
+        key = f"sharing.timeSlicing.resources[{number}].name"
+        ours = (f"{domain}/mig-", f"{domain}/gpu-fabric.")
+        if entry.name != config.devices.resource and not entry.name.startswith(ours):
+            raise ConfigError(
+                key,
+                source,
+                f"{entry.name!r} is no resource of this plugin; expected {config.devices.resource} "
+                f"or one that begins with {' or '.join(ours)}",
+            )
+        if entry.name in seen:
+            raise ConfigError(key, source, f"{entry.name} is named twice")
+        seen.add(entry.name)
 
 
 def dump(config: Config) -> str:

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from rte.model import FaultClass, Faults, Machine, Observation
 
+MOST_REASON = 80  # of an operator's words, which are for people and might be a page
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -95,6 +96,12 @@ METRICS = (
     # The hardware
     Named("rte_gpus", "gauge", ("health",), "GPUs by their gravest fault."),
     Named("rte_gpu_fault", "gauge", ("gpu", "severity", "reason"), "1 for each fault of a GPU."),
+    Named(
+        "rte_device_withheld",
+        "gauge",
+        ("device", "reason"),
+        "1 for each cordoned device, by id or PCI address, with the operator's reason.",
+    ),
     Named("rte_nvml_reading_age_seconds", "gauge", (), "Since NVML last answered in full."),
     Named("rte_nvml_worker_starts_total", "counter", (), "Worker processes started for NVML."),
     Named("rte_nvml_worker_resident_bytes", "gauge", (), "Resident memory of the NVML worker."),
@@ -215,6 +222,8 @@ class Measured(NamedTuple):
     """Upper bounds of the plugin's preference times, as its counters have them."""
     disagreement: Callable[[], bool | None] = lambda: None
     """Whether the two rules for the fingerprint differ now; None: there is one only."""
+    withheld: Callable[[], Mapping[str, str]] = dict
+    """Cordoned devices and the reason."""
 
 
 def renderer(measured: Measured) -> Callable[[], bytes]:
@@ -236,6 +245,10 @@ class _Collector(Collector):
             yield from publisher_metrics(it.publisher, it.disagreement())
         if it.hardware is not None and it.hardware.latest is not None:
             yield from hardware_metrics(it.hardware.latest)
+            yield _gauge(
+                "rte_device_withheld",
+                (((name, why[:MOST_REASON]), 1) for name, why in sorted(it.withheld().items())),
+            )
         if it.worker is not None:
             yield from worker_metrics(it.worker)
         if it.plugin is not None:

@@ -288,6 +288,11 @@ class Gpu:
     def name(self) -> str:
         return f"gpu-{self.number}"
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that people call it: gpu-3, its PCI address, its UUID."""
+        return tuple(filter(None, (self.name, self.pci, self.uuid)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nic:

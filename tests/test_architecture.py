@@ -17,6 +17,7 @@ ALLOWED = {
     "rte.publish": {"rte.model", "rte.graph"},
     "rte.view": {"rte.model", "rte.graph"},
     "rte.config": {"rte.model"},
+    "rte.control": set(),
     "rte.metrics": {"rte.model", "rte.graph"},
     "rte.status": {"rte.model", "rte.graph", "rte.metrics", "rte.view"},
     "rte.agent": {"rte.model", "rte.graph", "rte.kubelet", "rte.publish"},

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -18,15 +21,18 @@ from plugin.life import DevicePlugin
 from plugin.service import TOOK_BUCKETS_S
 from rte import __version__
 from rte.commands import node, parts
-from rte.config import Config, ConfigError, load
+from rte.commands.cordons import Cordons
+from rte.config import Config, ConfigError
+from rte.control import Answer, Asked, ControlError, ControlServer
 from rte.discovery.hardware import Hardware
+from rte.discovery.injection import Injection
 from rte.discovery.nvml_worker import NvmlWorker
 from rte.graph.build import Graph, build
 from rte.graph.groups import GroupsError, groups
 from rte.kubelet.usage import KubeletError, channel
-from rte.kubelet.watch import FileWatch, watch
+from rte.kubelet.watch import watch
 from rte.model import Machine
-from rte.status import JSON, Page, Probes, StatusError, StatusServer
+from rte.status import JSON, TEXT, Page, Probes, StatusError, StatusServer
 
 if TYPE_CHECKING:
     from rte.agent import Agent
@@ -36,7 +42,19 @@ log = logging.getLogger(__name__)
 
 # The defaults differ so that the two roles can run beside each other on the host's network.
 PORT, PLUGIN_PORT = 2112, 2113
-RELEASE_S = 300.0  # time for a MIG reset or a driver's unloading; SIGUSR1 again asks for more
+OUTGROWN = 75  # EX_TEMPFAIL: a new container can do what this one cannot
+# A wall clock may be set, so the end of a cordon is not slept towards in one go.
+CORDON_LOOK_S = 1.0
+
+
+class Told(Enum):
+    """What the main thread is woken for."""
+
+    STOP = "stop"
+    RELEASE = "release"
+    END = "end"  # of a release
+    CONFIGURATION = "configuration"
+    OUTGROWN = "outgrown"
 
 
 class Refused(Exception):
@@ -58,19 +76,37 @@ def run(
     )
     # A publication computes for milliseconds; a kubelet's call must not wait for the default 5 ms.
     sys.setswitchinterval(0.0005)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    told: queue.SimpleQueue[Told] = queue.SimpleQueue()
+    with signals(told):
+        try:
+            daemon = Daemon(config, told, publishes=publishes, plugs=plugs, file=file, out=out)
+            daemon.start()
+        except (Refused, ConfigError, CdiError, KubeletError, GroupsError, StatusError) as error:
+            log.error("refusing to start: %s", error)
+            return 1
+        status = daemon.wait()
+        daemon.stop()
+    return status
+
+
+@contextmanager
+def signals(told: queue.SimpleQueue[Told]) -> Iterator[None]:
+    """Signals become words. A SimpleQueue, unlike an Event, may be put to by a signal's handler
+    that interrupts the very thread that waits for it."""
+    meant = {
+        signal.SIGTERM: Told.STOP,
+        signal.SIGINT: Told.STOP,
+        signal.SIGUSR1: Told.RELEASE,
+        signal.SIGUSR2: Told.END,
+    }
+    before = {number: signal.getsignal(number) for number in meant}
+    for number, word in meant.items():
+        signal.signal(number, lambda *_, word=word: told.put(word))
     try:
-        daemon = Daemon(config, publishes=publishes, plugs=plugs, file=file, out=out)
-        daemon.start()
-    except (Refused, ConfigError, CdiError, KubeletError, GroupsError, StatusError) as error:
-        log.error("refusing to start: %s", error)
-        return 1
-    signal.signal(signal.SIGUSR1, lambda *_: daemon.release())
-    daemon.wait(stop)
-    daemon.stop()
-    return 0
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Graphs:
@@ -92,16 +128,25 @@ class Daemon:
     """The parts of one process. `start` and `stop` are called once each."""
 
     def __init__(
-        self, config: Config, *, publishes: bool, plugs: bool, file: Path | None, out: Path | None
+        self,
+        config: Config,
+        told: queue.SimpleQueue[Told],
+        *,
+        publishes: bool,
+        plugs: bool,
+        file: Path | None,
+        out: Path | None,
     ) -> None:
         refuse_secrets(Path(config.kubelet.root_dir))
         self.config = config
-        self.file = file
+        self.told = told
+        self.cordons = Cordons(config, file)
         self.node = parts.node_name(config)
+        self.outgrown: str | None = None  # why only a new container can go on
         self.graphs = Graphs(config)
         self.worker = NvmlWorker(
             on_event=lambda _: None,  # Hardware takes it over
-            library_folders=node.nvml_folders(config),
+            library_folders=lambda: node.nvml_folders(config),
             answer_s=config.nvml.timeout,
         )
         self.hardware = Hardware(
@@ -111,7 +156,11 @@ class Daemon:
             overrides=node.overrides(config),
             rules=parts.fault_rules(config),
             interval_s=config.host.interval,
+            state=parts.state_dir(config),
+            injection=Injection() if config.driver == "injected" else None,
+            on_outgrown=self._outgrown,
         )
+        self.control: ControlServer | None = None
         self.plugin: DevicePlugin | None = None
         self.agent: Agent | None = None
         self._ends: list[Callable[[], None]] = []  # in the order of stopping
@@ -144,6 +193,8 @@ class Daemon:
         if port:
             self.status.start(config.http.address, port)
             self._ends.append(self.status.stop)
+        self._open_control()
+        self.cordons.look()
         if self.plugin is not None:
             plugin = self.plugin
             self.hardware.subscribe(
@@ -151,7 +202,7 @@ class Daemon:
                     seen.machine, seen.faults, graph=self.graphs.of(seen.machine)
                 )
             )
-            self._withhold(datetime.now(UTC))
+            plugin.withhold(self.cordons.now)
             plugin.start()
             self._ends.insert(0, plugin.stop)
         if self.agent is not None:
@@ -172,23 +223,48 @@ class Daemon:
             ),
         )
 
-    def wait(self, stop: threading.Event) -> None:
-        """Returns when `stop` is set; meanwhile follows what is cordoned."""
-        changed = threading.Event()
-        watched: FileWatch | None = None
-        if self.plugin is not None and self.file is not None:
-            watched = watch([self.file], lambda _: changed.set())
-        while not stop.wait(0.5):
-            if self.plugin is None:
-                stop.wait()
-                break
-            if changed.is_set():
-                changed.clear()
-                self._reload()
-            if self._cordon_ends is not None and datetime.now(UTC) >= self._cordon_ends:
-                self._withhold(datetime.now(UTC))
-        if watched is not None:
-            watched.close()
+    def wait(self) -> int:
+        """Does what it is told until the end; the exit status."""
+        file = self.cordons.file
+        watched = None
+        if file is not None:
+            watched = watch([file], lambda _: self.told.put(Told.CONFIGURATION))
+            self.told.put(Told.CONFIGURATION)  # it may have changed since it was read
+        try:
+            while True:
+                word = self._told()
+                if word is Told.STOP:
+                    return 0
+                if word is Told.OUTGROWN:
+                    log.error(
+                        "%s; ending with %d, for a new container to be made",
+                        self.outgrown,
+                        OUTGROWN,
+                    )
+                    return OUTGROWN
+                if word is Told.RELEASE:
+                    log.info("%s", self.release(self.config.nvml.release).says)
+                elif word is Told.END:
+                    log.info("%s", self.end_release(()).says)
+                elif word is Told.CONFIGURATION:
+                    self.cordons.reload()
+        finally:
+            if watched is not None:
+                watched.close()
+
+    def _told(self) -> Told | None:
+        """The next word; None when there is none before cordons are worth a look."""
+        before = self.cordons.now
+        ends_s = self.cordons.look()
+        if self.cordons.now != before:
+            if self.plugin is not None:
+                self.plugin.withhold(self.cordons.now)
+            self._wake("hardware")
+        wait_s = None if ends_s is None else max(0.0, min(ends_s, CORDON_LOOK_S))
+        try:
+            return self.told.get(timeout=wait_s)
+        except queue.Empty:
+            return None
 
     def stop(self) -> None:
         """Returns when every thread, server and child has ended."""
@@ -196,32 +272,83 @@ class Daemon:
             end()
         self._ends = []
 
-    def release(self) -> None:
-        """Closes every NVML session within 2 s, for a MIG reset or the driver's unloading."""
-        log.info("NVML is released for %d s", RELEASE_S)
-        self.worker.release(hold_s=RELEASE_S)
+    def _outgrown(self, why: str) -> None:
+        self.outgrown = why
+        self.told.put(Told.OUTGROWN)
 
-    # Cordons
+    # What people tell it
 
-    _cordon_ends: datetime | None = None
-
-    def _withhold(self, now: datetime) -> None:
-        if self.plugin is not None:
-            devices, self._cordon_ends = parts.withheld(self.config, now)
-            self.plugin.withhold(devices)
-
-    def _reload(self) -> None:
-        """Takes over the cordons of a changed file; the rest of it counts from the next start."""
-        try:
-            fresh = load(file=self.file, environ={})
-        except ConfigError as error:
-            log.warning("the changed configuration is not taken over: %s", error)
+    def _open_control(self) -> None:
+        folder = parts.state_dir(self.config)
+        if folder is None:
+            log.info("stateDir %s does not exist: nothing is kept there", self.config.state_dir)
             return
-        if fresh.devices.withhold != self.config.devices.withhold:
-            log.info("withheld devices: %d entries", len(fresh.devices.withhold))
-            devices = msgspec.structs.replace(self.config.devices, withhold=fresh.devices.withhold)
-            self.config = msgspec.structs.replace(self.config, devices=devices)
-            self._withhold(datetime.now(UTC))
+        control = ControlServer(folder, self.answer)
+        try:
+            control.start()
+        except ControlError as error:
+            log.warning("rte release and rte doctor cannot ask this process: %s", error)
+            return
+        self.control = control
+        self._ends.append(control.stop)
+
+    def answer(self, asked: Asked) -> Answer:
+        """What the control socket answers."""
+        if asked.do == "release":
+            return self.release(asked.hold_s or self.config.nvml.release)
+        if asked.do == "end":
+            return self.end_release(asked.was_reset)
+        return Answer(ok=True, says="running", state=self.state())
+
+    def release(self, hold_s: float) -> Answer:
+        """Closes every NVML session within 2 s, for a MIG reset or the driver's unloading."""
+        self.worker.release(hold_s=hold_s)
+        child = self.worker.child
+        if child is not None and child.alive():
+            return Answer(
+                ok=False,
+                says=f"the NVML worker (process {child.pid}) is stuck in the kernel and keeps its "
+                "session; only a reboot of the node ends that",
+            )
+        until = (datetime.now(UTC) + timedelta(seconds=hold_s)).strftime("%H:%M:%S")
+        return Answer(
+            ok=True, says=f"NVML is released until {until} UTC: this process has no session open"
+        )
+
+    def end_release(self, was_reset: tuple[str, ...]) -> Answer:
+        """Opens NVML again; `was_reset` are the GPUs of which the operator says so."""
+        seen = self.hardware.latest
+        known = {name: gpu.pci for gpu in (seen.machine.gpus if seen else ()) for name in gpu.names}
+        unknown = sorted(name for name in was_reset if name not in known)
+        if unknown:
+            return Answer(ok=False, says=f"no GPU here is called {', '.join(unknown)}")
+        for name in was_reset:
+            self.hardware.was_reset(known[name])
+        self.worker.resume()
+        self.hardware.wake()
+        return Answer(ok=True, says="NVML is opened again")
+
+    def state(self) -> dict[str, Any]:
+        """What `rte doctor` asks."""
+        seen = self.hardware.latest
+        return {
+            "version": __version__,
+            "roles": [
+                name for name, part in (("publish", self.agent), ("plugin", self.plugin)) if part
+            ],
+            "released": self.worker.released,
+            "nvmlAgeSeconds": self.worker.age_s,
+            "problems": list(self.hardware.problems),
+            "notReady": dict(self.not_ready()),
+            "withheld": dict(self.cordons.now),
+            "configuration": self.cordons.problem,
+            "outgrown": self.outgrown,
+            "faults": {
+                f"{gpu.name} ({gpu.pci})": [msgspec.to_builtins(f) for f in found]
+                for gpu in (seen.machine.gpus if seen else ())
+                if (found := seen.faults.get(gpu.pci) if seen else None)
+            },
+        }
 
     # What the parts ask of each other
 
@@ -256,6 +383,8 @@ class Daemon:
                 published_policy=sink.published_policy,
                 node_allocatable=parts.node_allocatable(api, self.node),
             )
+            if config.health.events:
+                self._announce()
             if config.nrt.fingerprint.watch_pods:
                 # A client of its own: its watch must not wait for other requests, nor they for it.
                 pods = PodWatch(parts.api_server(config), self.node, lambda: self._wake("pods"))
@@ -265,6 +394,7 @@ class Daemon:
         else:
             sink = FolderSink(out)
             sources = Sources(policy=parts.kubelet_policy(config, None, self.node))
+        sources = sources._replace(withheld=lambda: self.cordons.now)
         return Agent(
             kubelet=Kubelet(
                 channel=channel(config.pod_resources_socket),
@@ -288,6 +418,14 @@ class Daemon:
                 poll_s=config.kubelet.poll, reread_s=config.nrt.reread, echo_s=config.nrt.echo
             ),
         )
+
+    def _announce(self) -> None:
+        from rte.publish.events import Announcer  # noqa: PLC0415 - an option of the publisher
+
+        announcer = Announcer(parts.api_server(self.config).create_event, node=self.node)
+        announcer.start()
+        self.hardware.subscribe(announcer.tell)
+        self._ends.append(announcer.stop)
 
     # HTTP
 
@@ -317,6 +455,7 @@ class Daemon:
             plugin=self.plugin,
             plugin_buckets_s=TOOK_BUCKETS_S,
             disagreement=self._disagreement,
+            withheld=lambda: self.cordons.now,
         )
         pages = {
             "/metrics": Page(CONTENT_TYPE, renderer(measured)),
@@ -324,6 +463,7 @@ class Daemon:
         }
         if self.plugin is not None:
             pages["/decisions"] = Page(JSON, self._decisions, names_pods=True)
+            pages["/decisions.txt"] = Page(TEXT, self._decisions_text, names_pods=True)
         return pages
 
     def _disagreement(self) -> bool | None:
@@ -354,8 +494,18 @@ class Daemon:
         return msgspec.json.encode(document(graph, found)) + b"\n"
 
     def _decisions(self) -> bytes:
+        from rte.commands.decided import decisions_json  # noqa: PLC0415 - only who asks pays
+
         assert self.plugin is not None
-        return msgspec.json.encode(list(self.plugin.decisions)) + b"\n"
+        return decisions_json(self.plugin.decisions)
+
+    def _decisions_text(self) -> bytes:
+        from rte.commands.decided import decisions_text  # noqa: PLC0415 - only who asks pays
+
+        assert self.plugin is not None
+        seen = self.hardware.latest
+        graph = None if seen is None else self.graphs.of(seen.machine)
+        return decisions_text(self.plugin.decisions, graph)
 
 
 def refuse_secrets(kubelet_root: Path) -> None:

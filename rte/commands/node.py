@@ -19,7 +19,8 @@ def overrides(config: Config) -> Overrides:
 
 
 def nvml_folders(config: Config) -> tuple[Path, ...]:
-    """Where the worker's linker looks for NVML before its own places."""
+    """Where the worker's linker looks for NVML before its own places. A driver container may put
+    it there after our start."""
     if config.nvml.library is not None:
         return (Path(config.nvml.library),)
     if config.driver == "mounted":

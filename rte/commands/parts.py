@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,10 @@ from plugin.life import DevicePlugin
 from plugin.life import Options as PluginOptions
 from rte.config import Config, ConfigError
 from rte.discovery.faults import FaultRules, parse_fault_rules
+from rte.graph.build import Graph
 from rte.graph.parts import Sharing
 from rte.kubelet.usage import KubeletError
-from rte.model import DeviceUse, Policy, base_units, pci_address
+from rte.model import DeviceUse, NumaId, Policy, base_units, pci_address
 
 if TYPE_CHECKING:
     from rte.publish.apply import ApiServer
@@ -34,7 +34,9 @@ def node_name(config: Config) -> str:
 def fault_rules(config: Config) -> FaultRules:
     """Raises ConfigError for a word that names no Xid."""
     try:
-        return parse_fault_rules(config.health.disable, config.health.enable)
+        return parse_fault_rules(
+            config.health.disable, config.health.enable, cool_down_s=config.health.cool_down
+        )
     except ValueError as error:
         raise ConfigError("health", "configuration", str(error)) from error
 
@@ -56,12 +58,19 @@ def plugin_options(config: Config) -> PluginOptions:
                 device_specs=devices.pass_device_specs,
                 dev_root=config.nvml.driver_root,
                 cdi_annotation_prefix=config.cdi.annotation_prefix,
+                imex_channels=config.imex.channel_ids,
+                gdrcopy=devices.gdrcopy_enabled,
+                gds=devices.gds_enabled,
+                mofed=devices.mofed_enabled,
+                one_replica=config.sharing.time_slicing.fail_requests_greater_than_one,
+                nccl_topology_dir=devices.nccl_topology_dir,
                 cuda_order=devices.cuda_order == "nvlink",
             ),
             sharing=Sharing(devices.shared_allocation),
             compute_nics=config.nics.compute,
             cdi_directories=tuple(map(Path, config.cdi.directories)),
             cdi_nodes_only=config.cdi.nodes_only,
+            nccl_topology=nccl_topology if devices.nccl_topology_dir else None,
             proc=Path(config.host.procfs),
         )
     except ValueError as error:
@@ -69,24 +78,29 @@ def plugin_options(config: Config) -> PluginOptions:
 
 
 def advertising(config: Config) -> Advertising:
+    sharing = config.sharing.time_slicing
+    fabric = "gpu-fabric" in config.devices.advertise
     return Advertising(
         resource=config.devices.resource,
         mig=MigStrategy(config.devices.mig_strategy),
         advertise_inferred=config.numa.advertise_inferred,
+        same_socket=tuple(tuple(map(NumaId, nodes)) for nodes in config.numa.same_socket),
+        replicas={shared.name: shared.replicas for shared in sharing.resources},
+        rename_shared=sharing.rename_by_default,
+        fabric={
+            pci_address(address): name
+            for name, addresses in config.groups.names.items()
+            for address in addresses
+            if fabric
+        },
     )
 
 
-def withheld(config: Config, now: datetime) -> tuple[Mapping[str, str], datetime | None]:
-    """The devices that are cordoned now (id or PCI address → reason), and when that changes."""
-    found = {}
-    ends = []
-    for entry in config.devices.withhold:
-        if entry.until is not None and entry.until <= now:
-            continue
-        if entry.until is not None:
-            ends.append(entry.until)
-        found[entry.id or str(pci_address(entry.pci or ""))] = entry.reason
-    return found, min(ends, default=None)
+def nccl_topology(graph: Graph) -> str | None:
+    """NCCL's topology file of this machine; None while there is nothing to say."""
+    from rte.view.nccl import nccl  # noqa: PLC0415 - an option
+
+    return nccl(graph) if graph.gpus else None
 
 
 def advertised(plugin: DevicePlugin) -> tuple[DeviceUse, ...]:
@@ -100,6 +114,13 @@ def uses(resources: Iterable[tuple[str, Iterable[Device]]]) -> tuple[DeviceUse, 
         for name, listed in resources
         for device in listed
     )
+
+
+def state_dir(config: Config) -> Path | None:
+    """The folder for what is kept and for the control socket; None where there is none. It is not
+    made here: what should outlive a container is mounted into it."""
+    folder = Path(config.state_dir)
+    return folder if folder.is_dir() else None
 
 
 # The kubelet's configuration

@@ -143,7 +143,7 @@ def renamed_tree(sys_txt: str, others: Pseudonyms) -> str:
 
 def read_nvml(config: Config) -> NvmlReading:
     folders = (Path(config.nvml.library),) if config.nvml.library else ()
-    worker = NvmlWorker(on_event=lambda event: None, library_folders=folders)
+    worker = NvmlWorker(on_event=lambda event: None, library_folders=lambda: folders)
     try:
         return worker.reading()
     finally:

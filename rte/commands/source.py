@@ -86,7 +86,7 @@ def read_node(config: Config) -> Machine:
 
 def read_nvml(config: Config) -> NvmlReading | None:
     """What the driver says; None, and a line on standard error, when it says nothing."""
-    worker = NvmlWorker(on_event=lambda event: None, library_folders=nvml_folders(config))
+    worker = NvmlWorker(on_event=lambda event: None, library_folders=lambda: nvml_folders(config))
     try:
         return worker.reading(timeout_s=config.nvml.timeout)
     except NvmlUnavailable as error:

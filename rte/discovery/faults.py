@@ -1,27 +1,32 @@
 """Readings and events → which GPU is sick, how badly, and why: values and pure functions.
 
-What a reading shows (lost, fabric, recovery action, remapped rows, links) is a fault as long as
-readings show it. What only an event told (an Xid) has no state that could be read, so it stays
-until there is evidence that the GPU was reset, and then for a cool-down:
+docs/health.md has the table of faults, what ends each, and what an operator does about it.
 
-* the GPU was lost, or absent, in some reading after the event, and answers again;
-* NVML asked for a recovery after the event, and no longer does;
-* another driver version is loaded.
+What a reading shows (lost, fabric, recovery action, remapped rows) is a fault as long as readings
+show it. What only an event told (an Xid) has no state that could be read, so it stays until there
+is a sign that the GPU was reset:
 
-A GPU that merely goes on answering is no evidence: after most Xids it does. What happens while no
-worker listens (it is being replaced, or NVML is released) is not heard, and a new daemon starts
-without memory of events.
+* NVML called it lost or in need of a reset, or it had left the machine, and it answers again;
+* NVML asked for a reset, and no longer does;
+* a row remapping waited for a reset, and no longer does;
+* the driver was loaded anew;
+* an operator says so.
+
+A GPU that merely goes on answering is no sign: after most Xids it does. Either way the GPU must
+stay well for a cool-down before it gets work again, which doubles when faults follow one another.
+What happens while no worker listens (it is being replaced, or NVML is released) is not heard.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from rte.discovery import parse_address
 from rte.discovery.reading import GpuReading, NvmlEvent, NvmlReading
 from rte.model import (
+    DeviceId,
     Fabric,
     FabricState,
     Fault,
@@ -36,6 +41,29 @@ from rte.model import (
 # graphics engine exception, memory page fault, stopped processing, preemptive cleanup, video
 # processor exception, context switch time-out.
 APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
+
+# What people search for beside the number; from NVIDIA's catalogue, in short.
+XID_NAMES = {
+    48: "uncorrectable ECC error",
+    61: "internal micro-controller breakpoint",
+    62: "internal micro-controller halt",
+    63: "memory row remapping recorded",
+    64: "memory row remapping failed",
+    74: "NVLink error",
+    79: "the GPU has fallen off the bus",
+    92: "high rate of single-bit ECC errors",
+    94: "contained memory error",
+    95: "uncontained memory error",
+    119: "GSP firmware does not answer",
+    120: "GSP firmware error",
+    140: "unrecovered ECC error",
+    143: "GPU initialization failed",
+    154: "the recovery action changed",
+}
+# They concern the whole GPU even when the driver names the GPU instance that ran.
+WHOLE_GPU_XIDS = frozenset({48, 61, 62, 64, 74, 79, 95, 119, 120, 140, 143, 154})
+# These announce a state that a reading shows. Where the driver has the reading, it counts instead.
+REMAP_XIDS, RECOVERY_XIDS = frozenset({63, 64}), frozenset({154})
 
 XID_EVENT = 0x8
 # Events that condemn a GPU by themselves, as an Xid does.
@@ -55,6 +83,17 @@ RECOVERY_ACTIONS = {
     7: (FaultClass.WITHHOLD, "system-reboot", "needs the whole system to be rebooted"),
 }
 
+# nvmlReturn_t that only a reset ends: the GPU is lost, a reset is required. Others come and go.
+RESET_ENDS = frozenset({15, 16})
+
+# Bits of NVML's clock event reasons: the driver's and the hardware's slowdown by heat.
+THERMAL_SLOWDOWN = 0x20 | 0x40
+
+# Faults that follow the end of another within this time double the cool-down, six times at most.
+RELAPSE_S = 3600.0
+DOUBLINGS = 6
+EVENTS_A_GPU = 16  # the oldest is forgotten first: one is enough to withhold the GPU
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRules:
@@ -67,7 +106,7 @@ class FaultRules:
     """They count whatever else is said."""
     all_xids_enabled: bool = False
     cool_down_s: float = 30.0
-    """How long an event's fault stays once there is evidence that it ended."""
+    """How long a GPU must have been well again before it gets work."""
 
     def counts(self, xid: int) -> bool:
         """Whether an Xid makes a GPU Unhealthy."""
@@ -104,87 +143,253 @@ def parse_xids(text: str) -> tuple[bool, frozenset[int]]:
     return numbers != words, frozenset(int(word) for word in numbers)
 
 
+# What is remembered between readings
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventFault:
     """A fault that only an event told."""
 
     fault: Fault
-    was_silent: bool = False  # lost or absent since
-    recovery_asked: bool = False  # since, or already when it came
-    ended_s: float | None = None  # monotonic; when the evidence of its end was seen
+    xid: int | None = None
+    reset_asked: bool = False  # NVML asked for a reset since, or already when it came
+    remap_pending: bool = False  # a row remapping waited for a reset, likewise
+    sign: str | None = None  # that the GPU was reset since, in words
+    ended_s: float | None = None  # since when the GPU has been well with a sign
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateFault:
+    """A withholding fault that readings show, or showed until lately."""
+
+    fault: Fault
+    ended_s: float | None = None  # since when readings no longer show it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
+    """What is remembered of one GPU."""
+
+    uuid: DeviceId | None = None
+    lanes: int = 0  # the most active NVLink lanes of this boot
+    events: tuple[EventFault, ...] = ()
+    states: tuple[StateFault, ...] = ()
+    ends: int = 0  # of withholding faults that followed one another
+    ended_s: float | None = None  # when the last of them ended
+
+    @property
+    def known(self) -> tuple[EventFault | StateFault, ...]:
+        return (*self.events, *self.states)
+
+    def relapses(self, now_s: float) -> int:
+        recent = self.ended_s is not None and now_s - self.ended_s < RELAPSE_S
+        return self.ends if recent else 0
+
+
+NOTHING = GpuMemory()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultMemory:
-    """What must be remembered between readings. The first one is empty."""
+    """What must be remembered between readings; times are monotonic. The first one is empty."""
 
-    driver: str | None = None
-    events: Mapping[PciAddress, tuple[EventFault, ...]] = field(default_factory=dict)
-    lanes: Mapping[PciAddress, int] = field(default_factory=dict)
-    """The most active NVLink lanes each GPU has had."""
+    load: str | None = None  # the driver's version, and what tells one loading from another
+    gpus: Mapping[PciAddress, GpuMemory] = field(default_factory=dict)
 
 
 def with_event(memory: FaultMemory, event: NvmlEvent, rules: FaultRules) -> FaultMemory:
     """The memory after an event. Repetitions of a fault are one fault."""
     address = parse_address(event.bus_id)
-    if address is None:
+    fault = event_fault(event, rules)
+    if address is None or fault is None:
         return memory
-    if event.type == XID_EVENT and rules.counts(event.data):
-        fault = withhold(f"xid-{event.data}", f"the driver reported Xid {event.data}")
-    elif event.type in EVENT_REASONS:
-        fault = withhold(*EVENT_REASONS[event.type])
-    else:
-        return memory
-    others = tuple(known for known in memory.events.get(address, ()) if known.fault != fault)
-    return replace(memory, events={**memory.events, address: (*others, EventFault(fault=fault))})
+    xid = event.data if event.type == XID_EVENT else None
+    was = memory.gpus.get(address, NOTHING)
+    others = tuple(known for known in was.events if known.fault != fault)[1 - EVENTS_A_GPU :]
+    now = replace(was, events=(*others, EventFault(fault=fault, xid=xid)))
+    return replace(memory, gpus={**memory.gpus, address: now})
+
+
+def event_fault(event: NvmlEvent, rules: FaultRules) -> Fault | None:
+    if event.type != XID_EVENT:
+        return withhold(*EVENT_REASONS[event.type]) if event.type in EVENT_REASONS else None
+    if not rules.counts(event.data):
+        return None
+    name = XID_NAMES.get(event.data)
+    detail = f"the driver reported Xid {event.data}" + (f", {name}" if name else "")
+    fault = withhold(f"xid-{event.data}", detail)
+    if event.gpu_instance is None or event.data in WHOLE_GPU_XIDS:
+        return fault
+    return replace(fault, gpu_instance=event.gpu_instance, compute_instance=event.compute_instance)
+
+
+def with_reset(memory: FaultMemory, address: PciAddress) -> FaultMemory:
+    """The memory after an operator said that a GPU was reset."""
+    was = memory.gpus.get(address, NOTHING)
+    told = tuple(replace(known, sign="an operator says so") for known in was.events)
+    return replace(memory, gpus={**memory.gpus, address: replace(was, events=told)})
 
 
 def with_reading(
-    memory: FaultMemory, machine: Machine, reading: NvmlReading, rules: FaultRules, *, now_s: float
+    memory: FaultMemory,
+    machine: Machine,
+    reading: NvmlReading,
+    rules: FaultRules,
+    *,
+    now_s: float,
+    load: str | None = None,
 ) -> FaultMemory:
-    """The memory after a reading and the machine that it is part of."""
-    if memory.driver not in (None, reading.driver):
-        memory = FaultMemory()
+    """The memory after a reading and the machine that it is part of.
+
+    `load` tells one loading of the driver from another of the same version.
+    """
+    load = " ".join(filter(None, (reading.driver, load)))
     answers = by_address(reading)
     gpus = {gpu.pci: gpu for gpu in machine.gpus}
-    looked = {
-        address: tuple(
-            look_again(known, gpus.get(address), answers.get(address), now_s=now_s)
-            for known in faults
+    known = at_home(memory.gpus, answers)
+    now = {
+        address: look_again(
+            known.get(address, NOTHING),
+            Seen(
+                gpu=gpus.get(address),
+                answer=answers.get(address),
+                codes=error_codes(reading, address),
+                reloaded=memory.load not in (None, load),
+            ),
+            rules,
+            now_s=now_s,
         )
-        for address, faults in memory.events.items()
+        for address in {**known, **gpus}
     }
-    staying = {
-        address: tuple(known for known in faults if not over(known, rules, now_s=now_s))
-        for address, faults in looked.items()
-    }
-    lanes = {
-        gpu.pci: max(gpu_lanes, memory.lanes.get(gpu.pci, 0))
-        for gpu in machine.gpus
-        if (gpu_lanes := active_lanes(gpu)) is not None
-    }
-    return FaultMemory(
-        driver=reading.driver,
-        events={address: faults for address, faults in staying.items() if faults},
-        lanes={**memory.lanes, **lanes},
+    return FaultMemory(load=load, gpus={a: row for a, row in now.items() if row != NOTHING})
+
+
+def at_home(
+    gpus: Mapping[PciAddress, GpuMemory], answers: Mapping[PciAddress, GpuReading]
+) -> Mapping[PciAddress, GpuMemory]:
+    """What is remembered goes with the GPU; of one that was exchanged nothing is."""
+    places = {answer.uuid: address for address, answer in answers.items() if answer.uuid}
+    found = {}
+    for address, row in gpus.items():
+        there = answers[address].uuid if address in answers else None
+        if row.uuid in places:
+            found[places[row.uuid]] = row
+        elif row.uuid is None or there is None:
+            found[address] = row
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What one reading says of one GPU."""
+
+    gpu: Gpu | None  # None: not in the machine
+    answer: GpuReading | None  # None: it does not answer
+    codes: frozenset[int]  # nvmlReturn_t of entries that are, or may be, this GPU's
+    reloaded: bool  # the driver was, since the last reading
+
+
+def look_again(row: GpuMemory, seen: Seen, rules: FaultRules, *, now_s: float) -> GpuMemory:
+    """What is remembered of a GPU after a reading."""
+    lanes = active_lanes(seen.gpu) if seen.gpu else None
+    uuid = seen.answer.uuid if seen.answer else None
+    events = [again for known in row.events if (again := event_again(known, seen, rules, now_s))]
+    states = list(states_again(row.states, seen, now_s))
+    events_over = [known for known in events if over(known, row, rules, now_s=now_s)]
+    states_over = [known for known in states if over(known, row, rules, now_s=now_s)]
+    ended = bool(events_over or states_over)
+    return GpuMemory(
+        uuid=DeviceId(uuid) if uuid else row.uuid,
+        lanes=max(row.lanes, lanes or 0),
+        events=tuple(known for known in events if known not in events_over),
+        states=tuple(known for known in states if known not in states_over),
+        ends=row.relapses(now_s) + 1 if ended else row.ends,
+        ended_s=now_s if ended else row.ended_s,
     )
 
 
-def look_again(
-    known: EventFault, gpu: Gpu | None, answer: GpuReading | None, *, now_s: float
-) -> EventFault:
-    """What a reading says of the end of a fault."""
-    if gpu is None or gpu.lost or answer is None:
-        return replace(known, was_silent=True, ended_s=None)
-    if answer.recovery_action:
-        return replace(known, recovery_asked=True, ended_s=None)
-    if (known.was_silent or known.recovery_asked) and known.ended_s is None:
-        return replace(known, ended_s=now_s)
-    return known
+def event_again(
+    known: EventFault, seen: Seen, rules: FaultRules, now_s: float
+) -> EventFault | None:
+    """What a reading says of the end of a fault; None where it shows the state itself."""
+    sign = "the driver was loaded anew" if seen.reloaded else known.sign
+    if seen.gpu is None or (seen.answer is None and seen.codes & RESET_ENDS):
+        sign = sign or "it was lost, and answers again"
+    if seen.answer is None:
+        return replace(known, sign=sign, ended_s=None)
+    if known.xid not in rules.enabled_xids and is_read(known.xid, seen.answer):
+        return None
+    _, _, pending, failed = seen.answer.remap or (0, 0, False, False)
+    if asks_reset(seen.answer):
+        return replace(known, sign=sign, reset_asked=True, ended_s=None)
+    if known.reset_asked:
+        sign = sign or "NVML asked for a reset, and no longer does"
+    if known.remap_pending and not pending and not failed:
+        sign = sign or "a row remapping waited for a reset, and no longer does"
+    ended_s = now_s if sign and known.ended_s is None else known.ended_s
+    return replace(known, sign=sign, remap_pending=pending, ended_s=ended_s)
 
 
-def over(known: EventFault, rules: FaultRules, *, now_s: float) -> bool:
-    return known.ended_s is not None and now_s - known.ended_s >= rules.cool_down_s
+def is_read(xid: int | None, answer: GpuReading) -> bool:
+    """Whether what the Xid announces is part of the reading, and so counts by itself."""
+    if xid in REMAP_XIDS:
+        return answer.remap is not None
+    return xid in RECOVERY_XIDS and answer.recovery_action is not None
+
+
+def asks_reset(answer: GpuReading) -> bool:
+    """Whether NVML wants this GPU to be reset, in whatever way."""
+    if not answer.recovery_action:
+        return False
+    severity, _, _ = RECOVERY_ACTIONS.get(answer.recovery_action, (FaultClass.WITHHOLD, "", ""))
+    return severity is FaultClass.WITHHOLD
+
+
+def states_again(known: Iterable[StateFault], seen: Seen, now_s: float) -> Iterator[StateFault]:
+    """The withholding faults that a reading shows, and those that it no longer shows."""
+    if seen.gpu is None:
+        return  # it is not there to be withheld
+    shown = [
+        fault
+        for fault in (*gpu_faults(seen.gpu), *(reading_faults(seen.answer) if seen.answer else ()))
+        if fault.severity is FaultClass.WITHHOLD
+    ]
+    yield from (StateFault(fault=fault) for fault in shown)
+    reasons = {fault.reason for fault in shown}
+    for before in known:
+        if before.fault.reason not in reasons:
+            yield before if before.ended_s is not None else replace(before, ended_s=now_s)
+
+
+def over(
+    known: EventFault | StateFault, row: GpuMemory, rules: FaultRules, *, now_s: float
+) -> bool:
+    return known.ended_s is not None and now_s >= end_s(known, row, rules, now_s=now_s)
+
+
+def end_s(
+    known: EventFault | StateFault, row: GpuMemory, rules: FaultRules, *, now_s: float
+) -> float:
+    """When a fault is over whose end has been seen."""
+    relapses = row.relapses(now_s)
+    # Each boot has a time before its fabric is complete, and CUDA works from that moment on.
+    starting = not relapses and known.fault.reason.startswith("fabric-")
+    cool_down_s = 0.0 if starting else rules.cool_down_s * 2 ** min(relapses, DOUBLINGS)
+    return (now_s if known.ended_s is None else known.ended_s) + cool_down_s
+
+
+def next_end_s(memory: FaultMemory, rules: FaultRules, *, now_s: float) -> float | None:
+    """Seconds until a cool-down is over, if nothing happens meanwhile; None: none is under way."""
+    ends = [
+        end_s(known, row, rules, now_s=now_s)
+        for row in memory.gpus.values()
+        for known in row.known
+        if known.ended_s is not None
+    ]
+    return max(0.0, min(ends) - now_s) if ends else None
+
+
+# What it comes to
 
 
 def faults(memory: FaultMemory, machine: Machine, reading: NvmlReading | None) -> Faults:
@@ -192,29 +397,48 @@ def faults(memory: FaultMemory, machine: Machine, reading: NvmlReading | None) -
     answers = by_address(reading) if reading else {}
     usual = usual_lanes(machine.gpus)
     found = {
-        gpu.pci: sorted(
-            {
-                *gpu_faults(gpu, memory, usual),
-                *(reading_faults(answers[gpu.pci]) if gpu.pci in answers else ()),
-                *(known.fault for known in memory.events.get(gpu.pci, ())),
-            },
-            key=lambda fault: (ORDER.index(fault.severity), fault.reason),
+        gpu.pci: tuple(
+            sorted(
+                all_faults(gpu, memory.gpus.get(gpu.pci, NOTHING), answers.get(gpu.pci), usual),
+                key=lambda fault: (ORDER.index(fault.severity), fault.reason, fault.detail),
+            )
         )
         for gpu in machine.gpus
     }
-    return {address: tuple(rows) for address, rows in found.items() if rows}
+    return {address: rows for address, rows in found.items() if rows}
 
 
 ORDER = (FaultClass.WITHHOLD, FaultClass.DEGRADED, FaultClass.INFO)
 
 
-def gpu_faults(gpu: Gpu, memory: FaultMemory, usual: Mapping[str | None, int]) -> Iterable[Fault]:
+def all_faults(
+    gpu: Gpu, row: GpuMemory, answer: GpuReading | None, usual: Mapping[str | None, int]
+) -> set[Fault]:
+    shown = {*gpu_faults(gpu), *(reading_faults(answer) if answer else ())}
+    reasons = {fault.reason for fault in shown}
+    return {
+        *shown,
+        *lane_faults(gpu, row.lanes, usual),
+        *(known.fault for known in row.events),
+        *(watched(known.fault) for known in row.states if known.fault.reason not in reasons),
+    }
+
+
+def watched(fault: Fault) -> Fault:
+    """A fault that is no longer there, until the cool-down is over."""
+    return replace(fault, detail=f"{fault.detail}; that has ended, and is watched for a while")
+
+
+def gpu_faults(gpu: Gpu) -> Iterator[Fault]:
     if gpu.lost:
         yield withhold("lost", gpu.lost)
-        return
-    if gpu.fabric:
+    elif gpu.fabric:
         yield from fabric_faults(gpu.fabric)
-    lanes, most = active_lanes(gpu), memory.lanes.get(gpu.pci, 0)
+
+
+def lane_faults(gpu: Gpu, most: int, usual: Mapping[str | None, int]) -> Iterator[Fault]:
+    """Fewer lanes than this boot has seen, or than most GPUs of the product here have."""
+    lanes = active_lanes(gpu)
     if lanes is None:
         return
     if lanes < most:
@@ -226,8 +450,8 @@ def gpu_faults(gpu: Gpu, memory: FaultMemory, usual: Mapping[str | None, int]) -
         )
 
 
-def fabric_faults(fabric: Fabric) -> Iterable[Fault]:
-    """CUDA does not start on a GPU whose fabric is not complete."""
+def fabric_faults(fabric: Fabric) -> Iterator[Fault]:
+    """CUDA does not start (error 802) on a GPU whose fabric is not complete."""
     if fabric.state is FabricState.NOT_STARTED:
         yield withhold("fabric-not-started", "the fabric manager has not started on this GPU")
     elif fabric.state is FabricState.IN_PROGRESS:
@@ -235,13 +459,17 @@ def fabric_faults(fabric: Fabric) -> Iterable[Fault]:
             "fabric-in-progress", "the fabric manager (from NVLink 5 also NVLSM) is not done"
         )
     elif fabric.state is FabricState.COMPLETED and fabric.status:
-        # The status means something only in this state.
-        yield withhold("fabric-failed", f"the fabric probe ended with NVML status {fabric.status}")
+        # The status means something only in this state. The graph gives such a GPU no links.
+        yield degraded(
+            "fabric-failed",
+            f"the fabric probe ended with NVML status {fabric.status}: the GPU works alone, "
+            "without NVLink to others",
+        )
     elif fabric.state is FabricState.COMPLETED and fabric.healthy is False:
         yield degraded("fabric-unhealthy", "NVML's fabric health summary is not healthy")
 
 
-def reading_faults(answer: GpuReading) -> Iterable[Fault]:
+def reading_faults(answer: GpuReading) -> Iterator[Fault]:
     """What the machine has no words for: counters and wishes of a GPU that answers."""
     if answer.recovery_action in RECOVERY_ACTIONS:
         severity, reason, need = RECOVERY_ACTIONS[answer.recovery_action]
@@ -257,11 +485,12 @@ def reading_faults(answer: GpuReading) -> Iterable[Fault]:
         elif pending:
             yield degraded("remap-pending", "a bad memory row is remapped at the next reset")
     if answer.ecc_uncorrected:
-        yield Fault(
-            severity=FaultClass.INFO,
-            reason="ecc-uncorrected",
-            detail=f"{answer.ecc_uncorrected} uncorrected memory errors since the driver loaded",
+        yield info(
+            "ecc-uncorrected",
+            f"{answer.ecc_uncorrected} uncorrected memory errors since the driver loaded",
         )
+    if (answer.clock_events or 0) & THERMAL_SLOWDOWN:
+        yield info("thermal-slowdown", "the clocks are held down because of heat")
 
 
 def active_lanes(gpu: Gpu) -> int | None:
@@ -292,9 +521,22 @@ def by_address(reading: NvmlReading) -> Mapping[PciAddress, GpuReading]:
     }
 
 
+def error_codes(reading: NvmlReading, address: PciAddress) -> frozenset[int]:
+    """How NVML refused the GPU at an address; a lost GPU's entry may have no address at all."""
+    return frozenset(
+        gpu.error
+        for gpu in reading.gpus
+        if gpu.error is not None and parse_address(gpu.bus_id) in (None, address)
+    )
+
+
 def withhold(reason: str, detail: str) -> Fault:
     return Fault(severity=FaultClass.WITHHOLD, reason=reason, detail=detail)
 
 
 def degraded(reason: str, detail: str) -> Fault:
     return Fault(severity=FaultClass.DEGRADED, reason=reason, detail=detail)
+
+
+def info(reason: str, detail: str) -> Fault:
+    return Fault(severity=FaultClass.INFO, reason=reason, detail=detail)

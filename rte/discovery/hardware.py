@@ -12,7 +12,8 @@ When there is a first snapshot:
 
 Where the driver is bound to GPUs and NVML gives nothing there is no snapshot, only `problems`:
 what would be published or registered would be wrong. Later the last good reading stays in force,
-without the GPUs whose PCI functions went away meanwhile.
+without the GPUs whose PCI functions went away meanwhile. A reading in which no GPU answers any more
+is NVML's trouble at first (a driver that is half up says so), and believed when it stays.
 """
 
 from __future__ import annotations
@@ -20,19 +21,35 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
 from rte.discovery import Overrides, assemble, parse_address
-from rte.discovery.faults import FaultMemory, FaultRules, faults, with_event, with_reading
+from rte.discovery.fault_file import (
+    NAME,
+    FaultFileError,
+    fault_text,
+    read_fault_file,
+    write_fault_file,
+)
+from rte.discovery.faults import (
+    FaultMemory,
+    FaultRules,
+    faults,
+    next_end_s,
+    with_event,
+    with_reading,
+    with_reset,
+)
+from rte.discovery.injection import Injection
 from rte.discovery.nvml_worker import NvmlUnavailable, NvmlWorker
 from rte.discovery.reading import NvmlEvent, NvmlReading
 from rte.discovery.sysfs import Host, SysfsError, read_host
 from rte.discovery.udev import UdevError, UdevWatch, watch_udev
-from rte.model import Faults, Gpu, Machine, PciAddress
+from rte.model import Fault, FaultClass, Faults, Gpu, Machine, PciAddress
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +58,8 @@ Drivers = Mapping[PciAddress, str | None]
 
 # A storm of events is a look now and then, not a look each: one takes some 50 ms.
 REST_S = 0.25
+# How long a reading must stay the same that says of all GPUs at once that they do not answer.
+DOUBT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +85,25 @@ class Hardware:
         overrides: Overrides | None = None,
         rules: FaultRules | None = None,
         interval_s: float = 30.0,
+        state: Path | None = None,
+        injection: Injection | None = None,
+        on_outgrown: Callable[[str], None] = lambda why: None,
         watch: Callable[[Callable[[], None]], UdevWatch] = watch_udev,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`state` is the folder where faults known from events are kept; without one they end with
+        this process. `injection` is given where the driver was put into this container when it
+        started; `on_outgrown` is called, once, with the reason why only a new one can go on.
+        """
         self.sys = sys
         self.proc = proc
         self.worker = worker
         self.overrides = overrides
         self.rules = rules or FaultRules()
         self.interval_s = interval_s
+        self.state = state / NAME if state else None
+        self.injection = injection
+        self.on_outgrown = on_outgrown
         self.watch = watch
         self.clock = clock
         self.latest: Snapshot | None = None
@@ -83,6 +112,10 @@ class Hardware:
         self.subscribers: list[Callable[[Snapshot], None]] = []
         self.telling = threading.RLock()  # held while a snapshot is made and told
         self.memory = FaultMemory()
+        self.boot: str | None = None
+        self.kept: bytes | None = None  # what the file of faults holds
+        self.kept_problem: str | None = None
+        self.doubted_since: float | None = None
         self.read: Read | None = None
         self.identities: Mapping[PciAddress, Gpu] = {}  # as each GPU last answered
         self.unasked: Drivers | None = None
@@ -123,8 +156,16 @@ class Hardware:
             memory = with_event(self.memory, event, self.rules)
             if memory != self.memory:
                 self.memory = memory
+                self.keep()
                 if self.latest:
                     self.tell(self.latest.machine)
+        self.waking.set()
+
+    def was_reset(self, address: PciAddress) -> None:
+        """Takes an operator's word that a GPU was reset: its faults end when it stays well."""
+        with self.telling:
+            self.memory = with_reset(self.memory, address)
+            self.keep()
         self.waking.set()
 
     def run(self) -> None:
@@ -150,8 +191,14 @@ class Hardware:
 
     def wait_s(self) -> float:
         """Seconds until the next look if nothing wakes it."""
-        retry_s = self.worker.retry_in_s() if self.unasked is None else None
-        return self.interval_s if retry_s is None else max(0.0, min(retry_s, self.interval_s))
+        waits = [
+            self.interval_s,
+            self.worker.retry_in_s() if self.unasked is None else None,
+            next_end_s(self.memory, self.rules, now_s=self.clock()),
+            1.0 if self.doubted_since is not None else None,
+            self.injection.wait_s if self.injection else None,
+        ]
+        return max(0.0, min(wait for wait in waits if wait is not None))
 
     def look(self) -> None:
         """Looks once, and tells what differs."""
@@ -161,20 +208,93 @@ class Hardware:
         except SysfsError as error:
             self.say((str(error),))
             return
+        self.recall(host.boot_id)
+        before = self.read
         reading = self.ask(host)
+        doubt = self.doubt(before)
         trouble = self.worker.problem if self.unasked is None else None
         notes = self.worker.notes if reading else ()
-        self.say((*host.problems, *([trouble] if trouble else []), *notes))
-        if reading is None and self.unasked is None:
+        self.say((*host.problems, *filter(None, (trouble, doubt)), *notes))
+        machine = None
+        if (reading or self.unasked is not None) and not doubt:
+            machine = assemble(host, reading, overrides=self.overrides)
+        if self.injection:
+            why = self.injection.outgrown(
+                host, machine if self.is_fresh else None, self.worker, now_s=self.clock()
+            )
+            if why:
+                self.injection = None  # once is enough
+                self.on_outgrown(why)
+        if machine is None:
             return
-        machine = assemble(host, reading, overrides=self.overrides)
         with self.telling:
-            if reading and self.read and self.read.fresh:
+            if reading and self.is_fresh:
                 self.memory = with_reading(
-                    self.memory, machine, reading, self.rules, now_s=self.clock()
+                    self.memory,
+                    machine,
+                    reading,
+                    self.rules,
+                    now_s=self.clock(),
+                    load=host.driver_load,
                 )
+                self.keep()
             machine = self.with_identities(machine)
             self.tell(machine)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the reading in force was made by the last look."""
+        return self.read is not None and self.read.fresh
+
+    def doubt(self, before: Read | None) -> str | None:
+        """Why the new reading is not believed yet, in words; the one before stays in force then."""
+        if before is None or self.read is None or not self.is_fresh:
+            self.doubted_since = None
+            return None
+        had = answering(before) & answering(replace(before, drivers=self.read.drivers))
+        if answering(self.read) or not had:
+            self.doubted_since = None
+            return None
+        now_s = self.clock()
+        self.doubted_since = now_s if self.doubted_since is None else self.doubted_since
+        if now_s - self.doubted_since >= DOUBT_S:
+            self.doubted_since = None
+            return None
+        self.read = replace(before, fresh=False)
+        return f"NVML works, and none of the {len(had)} GPUs that the driver has answers"
+
+    def recall(self, boot: str | None) -> None:
+        """Takes up, at the first look, what was remembered before a restart of ours."""
+        if self.state is None or self.boot is not None or boot is None:
+            return
+        self.boot = boot
+        try:
+            memory = read_fault_file(self.state, boot=boot, rules=self.rules)
+        except FaultFileError as error:
+            log.warning("%s; it is ignored, and written anew", error)
+            return
+        if memory is None:
+            return
+        self.memory = memory
+        for address, row in memory.gpus.items():
+            for known in row.events:
+                log.info("%s: remembered: %s", address, known.fault.detail)
+
+    def keep(self) -> None:
+        """Writes down what events told, where it differs. `telling` is held."""
+        if self.state is None or self.boot is None:
+            return
+        text = fault_text(self.memory, boot=self.boot)
+        if text == self.kept:
+            return
+        try:
+            write_fault_file(self.state, text)
+        except FaultFileError as error:
+            if str(error) != self.kept_problem:
+                log.warning("%s; a restart would forget what events told", error)
+            self.kept_problem = str(error)
+        else:
+            self.kept, self.kept_problem = text, None
 
     def ask(self, host: Host) -> NvmlReading | None:
         """NVML's reading: a new one, else the last without what is gone, else None.
@@ -224,6 +344,8 @@ class Hardware:
         )
         if last and (last.machine, last.faults) == (self.latest.machine, self.latest.faults):
             return
+        for line, level in differences(last.faults if last else {}, self.latest):
+            log.log(level, "%s", line)
         for callback in self.subscribers:
             callback(self.latest)
 
@@ -245,6 +367,33 @@ class Read:
     reading: NvmlReading
     drivers: Drivers
     fresh: bool  # made by the last look
+
+
+def answering(read: Read) -> frozenset[PciAddress]:
+    """The GPUs of the driver that answered."""
+    found = (parse_address(gpu.bus_id) for gpu in read.reading.gpus if gpu.error is None)
+    return frozenset(a for a in found if a is not None and read.drivers.get(a) == "nvidia")
+
+
+def differences(before: Faults, seen: Snapshot) -> Iterator[tuple[str, int]]:
+    """A line for each fault that began or ended, and its level. Information is for metrics."""
+    for gpu in seen.machine.gpus:
+        was = {fault.reason: fault for fault in before.get(gpu.pci, ())}
+        now = {fault.reason: fault for fault in seen.faults.get(gpu.pci, ())}
+        for reason in sorted(now.keys() - was.keys()):
+            fault = now[reason]
+            if fault.severity is not FaultClass.INFO:
+                yield f"{gpu.name} ({gpu.pci}) {in_words(fault)}", logging.WARNING
+        for reason in sorted(was.keys() - now.keys()):
+            if was[reason].severity is not FaultClass.INFO:
+                yield f"{gpu.name} ({gpu.pci}) no longer {reason}", logging.INFO
+
+
+def in_words(fault: Fault) -> str:
+    """`withheld: xid-79: the driver reported Xid 79, …`"""
+    place = "" if fault.gpu_instance is None else f" (GPU instance {fault.gpu_instance})"
+    verb = "withheld" if fault.severity is FaultClass.WITHHOLD else "degraded"
+    return f"{verb}: {fault.reason}{place}: {fault.detail}"
 
 
 def still_there(read: Read, drivers: Drivers, *, released: bool) -> NvmlReading:

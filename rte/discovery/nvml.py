@@ -265,6 +265,8 @@ def read_gpu(index: int, handle: Any, notes: Notes) -> GpuReading:
             remap=remap(ask(pynvml.nvmlDeviceGetRemappedRows)),
             recovery_action=fields[0],
             temperature_c=read_temperature(ask),
+            # The name from before R535, which newer drivers have as well.
+            clock_events=ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons),
         )
     except GpuSilent as silent:
         return GpuReading(index=index, error=silent.code, bus_id=bus_id)

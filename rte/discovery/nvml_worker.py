@@ -65,7 +65,7 @@ class NvmlWorker:
         self,
         *,
         on_event: Callable[[NvmlEvent], None] = lambda event: None,
-        library_folders: Sequence[Path] = (),
+        library_folders: Callable[[], Sequence[Path]] = tuple,  # asked at each start of a worker
         env: Mapping[str, str] | None = None,
         answer_s: float = 60.0,  # a cold nvmlInit takes seconds a GPU without persistence mode
         retry_s: tuple[float, float] = (1.0, 60.0),  # first and longest wait before a new worker
@@ -83,6 +83,7 @@ class NvmlWorker:
         self.last_at: float | None = None
         self.notes: tuple[str, ...] = ()  # of the last good reading: calls that failed oddly
         self.problem: str | None = None
+        self.failure_code: int | None = None  # nvmlReturn_t where NVML itself gave the problem
         self.starts = 0  # workers started so far
         self.asking = threading.Lock()  # one question at a time
         self.child: Child | None = None
@@ -103,9 +104,10 @@ class NvmlWorker:
             except ChildFailed as failed:
                 raise self.failed(child, str(failed)) from failed
             if line.failure or line.reading is None:
-                raise self.failed(child, failure_text(line.failure))
+                code = line.failure.code if line.failure else None
+                raise self.failed(child, failure_text(line.failure), code=code)
             self.last, self.last_at, self.notes = line.reading, self.clock(), line.notes
-            self.failures, self.problem = 0, None
+            self.failures, self.problem, self.failure_code = 0, None, None
             return line.reading
 
     @property
@@ -164,8 +166,9 @@ class NvmlWorker:
         if self.problem and self.clock() < self.not_before:
             raise NvmlUnavailable(self.problem)
 
-    def failed(self, child: Child, problem: str) -> NvmlUnavailable:
+    def failed(self, child: Child, problem: str, *, code: int | None = None) -> NvmlUnavailable:
         """Ends a worker that did not answer well, and puts off the next."""
+        self.failure_code = code
         child.end()
         self.child = None if child.process.poll() is not None else child
         if self.released:
@@ -190,7 +193,7 @@ class NvmlWorker:
     def environment(self) -> dict[str, str]:
         env = {**os.environ, **(self.env or {})}
         ours = str(Path(__file__).parents[2])
-        folders = [*map(str, self.library_folders), env.get("LD_LIBRARY_PATH", "")]
+        folders = [*map(str, self.library_folders()), env.get("LD_LIBRARY_PATH", "")]
         return {
             **env,
             "PYTHONPATH": os.pathsep.join(filter(None, [ours, env.get("PYTHONPATH", "")])),

@@ -75,6 +75,7 @@ class GpuReading(Reading, frozen=True, kw_only=True):
     remap: tuple[int, int, bool, bool] | None = None  # correctable, uncorrectable, pending, failed
     recovery_action: int | None = None  # 0 none, 1 reset, 2 reboot, 3 drain P2P, 4 drain and reset
     temperature_c: int | None = None
+    clock_events: int | None = None  # why the clocks are held down: 0x20, 0x40 heat, 0x4 power …
 
 
 class NvmlReading(Reading, frozen=True, kw_only=True):

@@ -74,6 +74,7 @@ class Host:
     pci: tuple[PciDevice, ...] = ()  # in PCI order
     nics: tuple[Nic, ...] = ()  # in PCI order, those without PCI last, by name
     boot_id: str | None = None  # changes with every boot
+    driver_load: str | None = None  # changes with every loading of NVIDIA's module; None: not there
     problems: tuple[str, ...] = ()  # what was there and could not be understood, sorted
 
 
@@ -95,6 +96,7 @@ def read_host(sys: Path, *, proc: Path | None = None) -> Host:
         pci=pci,
         nics=read_nics(tree, pci),
         boot_id=procfs.read("sys/kernel/random/boot_id") if procfs else None,
+        driver_load=read_driver_load(sys),
         problems=tuple(sorted(set(tree.problems))),
     )
 
@@ -196,6 +198,19 @@ def parse_ids(text: str) -> tuple[int, ...]:
 # NUMA nodes
 
 NODES = "devices/system/node"
+
+
+def read_driver_load(sys: Path) -> str | None:
+    """What tells one loading of the kernel module `nvidia` from another, None while there is none.
+
+    The kernel numbers the nodes of sysfs in the order of their making (kernfs_new_node counts on
+    until 32 bits are used up), so a module that was loaded anew has another inode number; times of
+    sysfs folders are of no use, they are of the first look.
+    """
+    try:
+        return str((sys / "module/nvidia").stat().st_ino)
+    except OSError:
+        return None
 
 
 def read_numa_nodes(tree: Tree) -> tuple[NumaNode, ...]:

@@ -143,6 +143,17 @@ class ApiServer:
         path = f"/api/v1/namespaces/{quote(namespace, safe='')}/events"
         return self._object("POST", path, body=event, content_type="application/json")
 
+    def may(self, verb: str, resource: str, *, group: str = "") -> bool:
+        """Whether this identity has a right on all objects of a resource. Everybody may ask."""
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": {"group": group, "resource": resource, "verb": verb}},
+        }
+        path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        answer: Any = self._object("POST", path, body=review, content_type="application/json")
+        return bool(answer.get("status", {}).get("allowed"))
+
     def list_pods(self, node: str) -> tuple[list[bytes], str]:
         """The pods bound to a node, each as its JSON text, and the list's resource version."""
         query = {"fieldSelector": f"spec.nodeName={node}", "limit": str(PODS_A_PAGE)}

@@ -115,7 +115,9 @@ def nrt(
     listed = frozenset(name for zone in counted.resources for name in zone)
     placed = container_zones(observation, nodes, resources=listed, mode=informer_mode)
     vectors = placement(placed, zone_count=len(nodes)) if placed and nodes else None
-    parts = Hardware(observation.machine, graph, groups, nodes, observation.faults)
+    parts = Hardware(
+        observation.machine, graph, groups, nodes, observation.faults, withheld=observation.withheld
+    )
     zones = [
         node_zone(number, nodes, counted, parts=parts, vectors=vectors, detail=detail)
         for number in range(len(nodes))
@@ -411,11 +413,14 @@ class Hardware:
         groups: Sequence[Group],
         nodes: Sequence[NumaNode],
         faults: Faults,
+        *,
+        withheld: Mapping[str, str] | None = None,
     ) -> None:
         self.machine = machine
         self.graph = graph
         self.groups = groups
         self.faults = faults
+        self.withheld = withheld or {}
         self.zone_of_node = {node.id: number for number, node in enumerate(nodes)}
         self.functions = {function.address: function for function in machine.pci}
         self.uuids = frozenset(gpu.uuid for gpu in machine.gpus if gpu.uuid is not None)
@@ -482,7 +487,7 @@ def gpu_zones(parts: Hardware, detail: Detail) -> list[dict[str, Any]]:
 
 
 def gpu_zone(gpu: Gpu, parts: Hardware, detail: Detail) -> dict[str, Any]:
-    values = {"pci": str(gpu.pci), **health(gpu, parts.faults)}
+    values = {"pci": str(gpu.pci), **health(gpu, parts.faults, parts.withheld)}
     if gpu.uuid is not None:
         values["uuid"] = gpu.uuid
     if gpu.pci in parts.group_of:
@@ -499,11 +504,21 @@ def gpu_zone(gpu: Gpu, parts: Hardware, detail: Detail) -> dict[str, Any]:
     return zone
 
 
-def health(gpu: Gpu, faults: Faults) -> dict[str, str]:
-    """`healthy`, `degraded` or `unhealthy`, with the faults' reasons where it is not healthy."""
+def health(gpu: Gpu, faults: Faults, withheld: Mapping[str, str] | None = None) -> dict[str, str]:
+    """`healthy`, `degraded` or `unhealthy`, with the reasons where it is not healthy.
+
+    A fault or cordon of some slices leaves the others: the GPU is degraded.
+    """
     found = faults.get(gpu.pci, ())
+    cordoned = withheld or {}
+    whole = gpu.pci in cordoned or (gpu.uuid or "") in cordoned
     reasons = {fault.reason for fault in found if fault.severity is not FaultClass.INFO}
-    unhealthy = any(fault.severity is FaultClass.WITHHOLD for fault in found)
+    unhealthy = whole or any(
+        fault.severity is FaultClass.WITHHOLD and (fault.gpu_instance is None or not gpu.slices)
+        for fault in found
+    )
+    if whole or any(part.id in cordoned for part in gpu.slices):
+        reasons |= {"withheld"}
     if gpu.lost is not None:
         unhealthy, reasons = True, reasons | {"lost"}
     if not reasons:

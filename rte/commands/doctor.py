@@ -1,0 +1,415 @@
+"""`rte doctor`: what is wrong on this node, and what to do about it, a line each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rte.commands import node, parts
+from rte.commands.options import add_options, configuration
+from rte.config import Config
+from rte.control import NAME as CONTROL
+from rte.control import Asked, ControlError, ask
+from rte.discovery import assemble
+from rte.discovery.faults import FaultMemory, faults
+from rte.discovery.injection import VERSIONS_DIFFER
+from rte.discovery.nvml_worker import NvmlUnavailable, NvmlWorker
+from rte.discovery.reading import NvmlReading
+from rte.discovery.sysfs import Host, SysfsError, read_host
+from rte.kubelet.policy import PolicyError, read_policy
+from rte.kubelet.usage import KubeletError, channel, read_allocatable
+from rte.kubelet.watch import watch
+from rte.model import FaultClass, Machine, Policy, TopologyManagerPolicy
+from rte.publish.access import ApiError
+from rte.publish.apply import ApiServer
+
+CALL_S = 5.0
+WRONG, ADVICE = "wrong", "advice"
+
+
+class Finding(NamedTuple):
+    """One line. `wrong` keeps work from the node or makes it slow; `advice` may be as it should."""
+
+    level: str
+    subject: str
+    what: str
+    do: str
+
+    def __str__(self) -> str:
+        return f"{self.level:<6}  {self.subject}: {self.what}; {self.do}"
+
+
+def wrong(subject: str, what: str, do: str) -> Finding:
+    return Finding(WRONG, subject, one_line(what), do)
+
+
+def advice(subject: str, what: str, do: str) -> Finding:
+    return Finding(ADVICE, subject, one_line(what), do)
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser)
+    parser.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help="text or json"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """0: nothing is wrong; advice may be given all the same."""
+    config = configuration(args)
+    found = tuple(findings(config))
+    if args.output == "json":
+        rows = [finding._asdict() for finding in found]
+        sys.stdout.write(json.dumps({"findings": rows}, indent=2, ensure_ascii=False) + "\n")
+    else:
+        for finding in found:
+            sys.stdout.write(f"{finding}\n")
+        if not any(finding.level == WRONG for finding in found):
+            sys.stdout.write("nothing is wrong here\n")
+    return int(any(finding.level == WRONG for finding in found))
+
+
+def findings(config: Config) -> Iterator[Finding]:
+    """All that is found, in the order in which one would look."""
+    state = ask_daemon(config)
+    yield from daemon_findings(state, config)
+    host: Host | None = None
+    try:
+        host = read_host(Path(config.host.sysfs), proc=Path(config.host.procfs))
+    except SysfsError as error:
+        yield wrong("sysfs", str(error), "mount the host's /sys and name it by host.sysfs")
+    if host is not None:
+        yield from (
+            advice("sysfs", problem, "`rte record` makes a report of it")
+            for problem in host.problems
+        )
+        yield from hardware_findings(host, state, config)
+        yield from iommu_findings(Path(config.host.sysfs))
+    yield from kubelet_findings(config)
+    yield from watch_findings(config)
+    yield from api_findings(config)
+
+
+# The daemon beside us
+
+State = Mapping[str, Any]
+
+
+def ask_daemon(config: Config) -> State | None:
+    try:
+        return ask(Path(config.state_dir, CONTROL), Asked(do="state"), timeout_s=CALL_S).state
+    except ControlError:
+        return None
+
+
+def daemon_findings(state: State | None, config: Config) -> Iterator[Finding]:
+    if state is None:
+        yield advice(
+            "daemon",
+            f"none answers on {config.state_dir}/{CONTROL}",
+            "run this in its pod (kubectl exec); what it remembers is not looked at",
+        )
+        return
+    if state["released"]:
+        yield wrong("nvml", "released on request", "`rte release --end` opens it again")
+    if state["outgrown"]:
+        yield wrong("driver", state["outgrown"], "wait for the new container")
+    if state["configuration"]:
+        yield wrong("configuration", state["configuration"], "repair the file; the old one counts")
+    for subject, words in state["notReady"].items():
+        if subject != "hardware":
+            yield wrong(subject, words, "the daemon's log has the whole story")
+    for device, reason in state["withheld"].items():
+        yield advice(
+            "cordon",
+            f"{device} gets no work: {reason}",
+            "remove it from devices.withhold when done",
+        )
+
+
+# The hardware
+
+
+def hardware_findings(host: Host, state: State | None, config: Config) -> Iterator[Finding]:
+    bound = [d for d in host.pci if d.is_gpu and d.driver == "nvidia"]
+    present = [d for d in host.pci if d.is_gpu]
+    if present and not bound:
+        drivers = ", ".join(sorted({str(d.driver) for d in present}))
+        yield advice(
+            "driver",
+            f"{len(present)} NVIDIA GPUs, none bound to the nvidia driver (but to {drivers})",
+            "load the driver, unless they are meant for virtual machines",
+        )
+    reading: NvmlReading | None = None
+    if state is None or not state["released"]:  # a release must find no handle of ours either
+        try:
+            reading = read_nvml(config)
+        except Unread as unread:
+            if bound:
+                yield wrong("nvml", str(unread), unread.do)
+    machine = assemble(host, reading, overrides=node.overrides(config))
+    yield from gpu_findings(machine, reading, state)
+    for gpu in machine.gpus:
+        if machine.numa_of(gpu.pci) is None and len(machine.numa_nodes) > 1:
+            yield wrong(
+                "numa",
+                f"{gpu.name} ({gpu.pci}) has no NUMA node: the firmware says none",
+                f"say it: numa.overrides: {{'{gpu.pci}': NODE}}; it is advertised without topology",
+            )
+    for note in machine.unknown:
+        if reading is not None:
+            yield advice("hardware", note, "`rte show` has the whole picture")
+
+
+class Unread(Exception):
+    """NVML gave nothing; `do` is what helps."""
+
+    def __init__(self, what: str, do: str) -> None:
+        super().__init__(what)
+        self.do = do
+
+
+def read_nvml(config: Config) -> NvmlReading:
+    """A reading by a worker of our own, which ends with it. Raises Unread."""
+    worker = NvmlWorker(
+        library_folders=lambda: node.nvml_folders(config), answer_s=config.nvml.timeout
+    )
+    try:
+        return worker.reading()
+    except NvmlUnavailable as error:
+        what, _, do = error.problem.partition("; ")
+        if worker.failure_code == VERSIONS_DIFFER and config.driver == "injected":
+            do = "driver: injected cannot follow a new driver: restart the pod"
+        raise Unread(what, do or "see the kernel's log for NVRM and Xid") from error
+    finally:
+        worker.stop()
+
+
+ENDS = {
+    "lost": "look for Xid 79 in the kernel's log, reset or reboot; see docs/health.md",
+    "fabric-not-started": "start nvidia-fabricmanager, in the version of the driver",
+    "fabric-in-progress": "see nvidia-fabricmanager's log; B200 and later also need NVLSM",
+    "fabric-failed": "see nvidia-fabricmanager's log; single-GPU work runs",
+    "fabric-unhealthy": "see `nvidia-smi -q` under Fabric, Health",
+    "remap-failed": "replace the GPU",
+    "remap-pending": "drain and reset the GPU when it suits",
+    "nvlink-lost": "see `nvidia-smi nvlink -s`; reseat the bridge or service the baseboard",
+    "nvlink-missing": "see `nvidia-smi nvlink -s`; reseat the bridge or service the baseboard",
+}
+
+
+def gpu_findings(
+    machine: Machine, reading: NvmlReading | None, state: State | None
+) -> Iterator[Finding]:
+    """The daemon's own faults where it answers, for it has heard the events."""
+    if state is not None:
+        found = dict(state["faults"])
+    else:
+        by_gpu = faults(FaultMemory(), machine, reading)
+        found = {
+            f"{gpu.name} ({gpu.pci})": [
+                {"severity": f.severity.value, "reason": f.reason, "detail": f.detail}
+                for f in by_gpu.get(gpu.pci, ())
+            ]
+            for gpu in machine.gpus
+        }
+    for name, rows in found.items():
+        for row in rows:
+            if row["severity"] == FaultClass.INFO:
+                continue
+            withheld = row["severity"] == FaultClass.WITHHOLD
+            do = ENDS.get(
+                row["reason"], "drain and reset the GPU; docs/health.md says what ends it"
+            )
+            verb = "gets no work" if withheld else "is degraded"
+            yield wrong("gpu", f"{name} {verb}: {row['reason']}: {row['detail']}", do)
+
+
+def iommu_findings(sys: Path) -> Iterator[Finding]:
+    """Whether peer-to-peer traffic may be sent through the CPU. ACS itself is in a part of the
+    configuration space that only privilege reads."""
+    groups = sys / "kernel/iommu_groups"
+    try:
+        kinds = {(group / "type").read_text().strip() for group in groups.iterdir()}
+    except OSError:
+        yield advice("iommu", "not known: no iommu_groups in sysfs", "`dmesg | grep -i iommu`")
+        return
+    translating = sorted(kinds - {"identity"})
+    if translating:
+        yield advice(
+            "iommu",
+            f"translates ({', '.join(translating)}); whether ACS redirects peer-to-peer traffic "
+            "to the CPU is not known here",
+            "for GPUDirect on bare metal boot with iommu=pt, and see `lspci -vvv | grep ACSCtl`",
+        )
+
+
+# The kubelet
+
+
+def kubelet_findings(config: Config) -> Iterator[Finding]:
+    root = Path(config.kubelet.root_dir)
+    try:
+        if next((root / "pki").iterdir(), None) is not None:
+            yield wrong("secrets", f"{root}/pki can be read here", "mount an empty folder over it")
+    except OSError:
+        pass
+    for subject, path in (
+        ("kubelet.sock", config.plugin_dir / "kubelet.sock"),
+        ("pod-resources", config.pod_resources_socket),
+    ):
+        problem = connect(path)
+        if problem:
+            yield wrong(subject, f"{path}: {problem}", "is the kubelet running, and mounted here?")
+    if connect(config.pod_resources_socket) is None:
+        yield from registration_findings(config)
+    try:
+        yield from policy_findings(read_kubelet_policy(config))
+    except PolicyError as error:
+        yield wrong("kubelet", str(error), "name its file by kubelet.configFile")
+
+
+def connect(path: Path) -> str | None:
+    """Why nobody answers on a socket, or None."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(CALL_S)
+            probe.connect(str(path))
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def registration_findings(config: Config) -> Iterator[Finding]:
+    with channel(config.pod_resources_socket) as kubelet:
+        try:
+            listed = read_allocatable(kubelet, CALL_S)
+        except KubeletError as error:
+            yield wrong(
+                "pod-resources", str(error), "is the feature on, and not overrun by clients?"
+            )
+            return
+    domain = config.devices.resource.partition("/")[0]
+    if not any(device.resource.startswith(f"{domain}/") for device in listed.devices):
+        yield wrong(
+            "registration",
+            f"the kubelet has no healthy device of {domain}",
+            "see the plugin's log; one plugin a resource: is another one running?",
+        )
+
+
+def read_kubelet_policy(config: Config) -> Policy | None:
+    kubelet = config.kubelet
+    file = Path(kubelet.config_file) if kubelet.config_file else None
+    drop_ins = Path(kubelet.config_dir) if kubelet.config_dir else None
+    if file is None and drop_ins is None:
+        return None
+    return read_policy(file, drop_ins=drop_ins)
+
+
+def policy_findings(policy: Policy | None) -> Iterator[Finding]:
+    """Where the kubelet is not set as deploy/kubelet/config.yaml has it."""
+    sample = "see deploy/kubelet/config.yaml"
+    if policy is None:
+        yield advice(
+            "kubelet", "its configuration is not named", "kubelet.configFile lets it be looked at"
+        )
+        return
+    if policy.topology_manager is not TopologyManagerPolicy.SINGLE_NUMA_NODE:
+        yield advice(
+            "kubelet",
+            f"topologyManagerPolicy is {policy.topology_manager}: GPUs and CPUs of a pod may lie "
+            "on different NUMA nodes",
+            sample,
+        )
+    if policy.cpu_manager == "none":
+        yield advice("kubelet", "cpuManagerPolicy is none: CPUs are not bound", sample)
+    if policy.memory_manager == "None":
+        yield advice("kubelet", "memoryManagerPolicy is None: memory is not bound", sample)
+
+
+def watch_findings(config: Config) -> Iterator[Finding]:
+    trial = watch([config.plugin_dir / "kubelet.sock"], lambda _: None)
+    try:
+        if trial.polling:
+            yield advice("inotify", trial.polling, "raise that sysctl; files are polled")
+    finally:
+        trial.close()
+    if not os.access(config.plugin_dir, os.W_OK):
+        yield wrong("device-plugins", f"{config.plugin_dir} cannot be written", "mount it writable")
+
+
+# The API server
+
+Right = tuple[str, str, str]  # API group, resource, verb
+RIGHTS: tuple[Right, ...] = (
+    ("", "nodes", "get"),
+    ("topology.node.k8s.io", "noderesourcetopologies", "get"),
+    ("topology.node.k8s.io", "noderesourcetopologies", "create"),
+    ("topology.node.k8s.io", "noderesourcetopologies", "patch"),
+)
+
+
+def wanted_rights(config: Config) -> Iterable[Right]:
+    yield from RIGHTS
+    if config.nrt.fabric:
+        yield from (("rte.dev", "gpufabrics", verb) for verb in ("get", "create", "patch"))
+    if config.nrt.fingerprint.watch_pods:
+        yield from (("", "pods", verb) for verb in ("list", "watch"))
+    if config.health.events:
+        yield ("", "events", "create")
+    if config.labels.write == "node":
+        yield ("", "nodes", "patch")
+
+
+def api_findings(config: Config) -> Iterator[Finding]:
+    """Definitions and rights, asked as the configured identity; nothing where there is none."""
+    try:
+        api = parts.api_server(config)
+    except ApiError as error:
+        if config.api.kubeconfig:
+            yield wrong("api", str(error), "see api.kubeconfig")
+        return
+    try:
+        yield from (finding for check in (kinds, rights) for finding in check(api, config))
+    except ApiError as error:
+        yield wrong("api", str(error), "is the API server reachable from this pod?")
+    finally:
+        api.close()
+
+
+def kinds(api: ApiServer, config: Config) -> Iterator[Finding]:
+    wanted = ["topology.node.k8s.io/v1alpha2"] + ["rte.dev/v1alpha1"] * config.nrt.fabric
+    for version in wanted:
+        if not serves(api, version):
+            yield wrong("crd", f"{version} is not served", "kubectl apply -k deploy/base")
+
+
+def serves(api: ApiServer, version: str) -> bool:
+    try:
+        return api.read(f"/apis/{version}") is not None
+    except ApiError as error:
+        if error.status == 404:
+            return False
+        raise
+
+
+def rights(api: ApiServer, config: Config) -> Iterator[Finding]:
+    name = parts.node_name(config)
+    for group, resource, verb in wanted_rights(config):
+        if not api.may(verb, resource, group=group):
+            yield wrong(
+                "rbac",
+                f"may not {verb} {resource}{f'.{group}' if group else ''} (for {name})",
+                "apply the ClusterRole of deploy/, with the component of that option",
+            )
