@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from rte.model import DeviceId, PciAddress, PodName, Usage, pci_address
+from rte.model import ContainerUse, DeviceId, PciAddress, PodName, Usage, pci_address
 
 # PodResources shows an allocation as soon as the kubelet has written its checkpoint; a pod that
 # is not there by then was refused after our Allocate, and there is no call that would say so.
 OWN_ALLOCATION_S = 10.0
+
+
+Container = tuple[PodName, str]
+"""A container's pod and its name."""
 
 
 class NicUse(NamedTuple):
@@ -26,17 +30,40 @@ class NicUse(NamedTuple):
 NO_NICS = NicUse()
 
 
-def nic_use(usage: Usage, *, nics: frozenset[PciAddress], gpus: frozenset[DeviceId]) -> NicUse:
-    """Who holds which of the compute NICs `nics`; `gpus` are the ids that we hand out."""
+def nic_use(
+    usage: Usage,
+    *,
+    nics: frozenset[PciAddress],
+    gpus: frozenset[DeviceId],
+    admitted: Collection[Container] = (),
+) -> NicUse:
+    """Who holds which of the compute NICs `nics`; `gpus` are the ids that we hand out.
+
+    `admitted` are containers that have had their NICs for so long that no GPU will follow.
+    """
     held: set[PciAddress] = set()
     waiting = []
-    for container in (c for pod in usage.pods for c in pod.containers):
-        ids = {device.id for device in container.devices}
-        here = nics.intersection(filter(None, map(_address, ids)))
-        held |= here
-        if here and not ids & gpus:
-            waiting.append(here)
+    for pod in usage.pods:
+        for container in pod.containers:
+            here = nics_of(container, nics)
+            held |= here
+            has_gpu = any(device.id in gpus for device in container.devices)
+            if here and not has_gpu and (pod.pod, container.name) not in admitted:
+                waiting.append(here)
     return NicUse(frozenset(held), frozenset(waiting[0]) if len(waiting) == 1 else frozenset())
+
+
+def nic_holders(usage: Usage, nics: frozenset[PciAddress]) -> Iterator[Container]:
+    """The containers that hold compute NICs."""
+    for pod in usage.pods:
+        for container in pod.containers:
+            if nics_of(container, nics):
+                yield pod.pod, container.name
+
+
+def nics_of(container: ContainerUse, nics: frozenset[PciAddress]) -> frozenset[PciAddress]:
+    ids = (device.id for device in container.devices)
+    return nics.intersection(filter(None, map(_address, ids)))
 
 
 def twice_held(usage: Usage, ids: frozenset[DeviceId]) -> Mapping[DeviceId, tuple[PodName, ...]]:

@@ -15,9 +15,9 @@ import grpc
 
 from plugin import cdi
 from plugin.allocation import Handing, Owner, owners, read_nodes
-from plugin.decisions import Decisions
+from plugin.decisions import JOINED_WITHIN_S, Decisions
 from plugin.devices import Advertised, Advertising, Device, Known, devices, held_devices, remember
-from plugin.held import Held, nic_use, twice_held
+from plugin.held import Container, Held, nic_holders, nic_use, twice_held
 from plugin.registration import KUBELET_SOCKET, Registration, Signature
 from plugin.service import Resource, Tables
 from rte.graph.build import Graph, build
@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 # The kubelet writes it at each change of what devices are held: time to ask PodResources.
 CHECKPOINT = "kubelet_internal_checkpoint"
 USAGE_POLL_S = 10.0
+USAGE_SOON_S = 1.0  # while a pod is being admitted
+# A container that has had NICs and no GPU for longer will not get one.
+ADMITTED_WITHIN_S = 5.0
 # PodResources has 100 calls a second for all clients; changes that come together are one call.
 USAGE_PAUSE_S = 0.05
 KUBELET_CALL_S = 5.0
@@ -102,11 +105,13 @@ class DevicePlugin:
         self._wake = threading.Event()
         self._usage_due = threading.Event()
         self._usage_seen = False
+        self._nic_holders: Mapping[Container, float] = {}  # when each was seen first
+        # Where nobody says who got what, a decision's line need not wait for its pod.
+        self._join_s = 0.0 if options.pod_resources is None else JOINED_WITHIN_S
         self._twice: Mapping[DeviceId, tuple[PodName, ...]] = {}
         self._unanswered: dict[str, grpc.StatusCode | None] = {}
         self._usage_at = self._check_at = 0.0  # when each is due, monotonic seconds
         self._settled = False
-        self._logged = 0  # number of the last decision that is in the log
         self._lost: dict[str, Lost] = {}
         self._thread = threading.Thread(target=self._run, name="plugin", daemon=True)
 
@@ -175,7 +180,14 @@ class DevicePlugin:
         ours = frozenset(d.id for r in self.resources.values() for d in r.tables.devices.values())
         nics = frozenset(nic.pci for nic in graph.nics if nic.pci is not None)
         here = {gpu.pci for gpu in machine.gpus if gpu.uuid or gpu.lost}
-        self.held.listed(ids, asked=asked, nics=nic_use(usage, nics=nics, gpus=ours))
+        # Whoever holds NICs in the first list held them before we came.
+        first = asked if self._usage_seen else asked - 2 * ADMITTED_WITHIN_S
+        seen = self._nic_holders
+        self._nic_holders = {c: seen.get(c, first) for c in nic_holders(usage, nics)}
+        admitted = {c for c, at in self._nic_holders.items() if asked - at > ADMITTED_WITHIN_S}
+        use = nic_use(usage, nics=nics, gpus=ours, admitted=admitted)
+        self.held.listed(ids, asked=asked, nics=use)
+        self.decisions.join(usage, asked=asked)
         self._usage_seen = True
         known = self._known.values()
         if any(not k.ids & held_devices(ids) for k in known if k.gpu.pci not in here):
@@ -347,23 +359,27 @@ class DevicePlugin:
                 log.exception("the plugin's own look failed; the next is in %g s", CHECK_WELL_S)
                 self._usage_at = self._check_at = time.monotonic() + CHECK_WELL_S
             next_at = self._check_at if kubelet is None else min(self._check_at, self._usage_at)
+            log_s = self.decisions.next_log_s(wait_s=self._join_s)
+            if log_s is not None:
+                next_at = min(next_at, time.monotonic() + log_s)
             self._wake.wait(max(next_at - time.monotonic(), 0))
             self._wake.clear()
             self._stopping.wait(USAGE_PAUSE_S)
-        self._log_decisions()
+        self._log_decisions(wait_s=0)
         if files is not None:
             files.close()
         if kubelet is not None:
             kubelet.close()
 
     def _look(self, kubelet: grpc.Channel | None) -> None:
-        """Whatever is due: log, ask what is in use, see whether the kubelet has our devices."""
-        self._log_decisions()
+        """Whatever is due: ask what is in use, log, see whether the kubelet has our devices."""
         now = time.monotonic()
         if kubelet is not None and (self._usage_due.is_set() or now >= self._usage_at):
             self._usage_due.clear()
             self._read_usage(kubelet)
-            self._usage_at = now + USAGE_POLL_S
+            soon = self.held.nics.own or self.decisions.waiting
+            self._usage_at = now + (USAGE_SOON_S if soon else USAGE_POLL_S)
+        self._log_decisions(wait_s=self._join_s)
         if now >= self._check_at:
             well = self._check(kubelet)
             self._check_at = now + (CHECK_WELL_S if well else CHECK_ILL_S)
@@ -385,11 +401,10 @@ class DevicePlugin:
         self._check_at = 0.0
         self._wake.set()
 
-    def _log_decisions(self) -> None:
+    def _log_decisions(self, *, wait_s: float) -> None:
         """A line each, here and not in the call: a full pipe must not hold up an admission."""
-        for decision in self.decisions.since(self._logged):
+        for decision in self.decisions.unlogged(wait_s=wait_s):
             log.info("%s", decision)
-            self._logged = decision.number
 
     def _read_usage(self, kubelet: grpc.Channel) -> None:
         asked = time.monotonic()

@@ -75,6 +75,7 @@ class Counters:
 class Preferred(NamedTuple):
     """What was answered to the kubelet last."""
 
+    number: int  # of the decision
     ids: frozenset[str]
     at: float  # of time.perf_counter
 
@@ -127,7 +128,7 @@ class Resource:
             return ()
         self._count(decision.took_s)
         self._decisions.add(decision)
-        self._preferred = Preferred(frozenset(decision.answer), began)
+        self._preferred = Preferred(decision.number, frozenset(decision.answer), began)
         self._on_decision()
         return decision.answer
 
@@ -154,9 +155,13 @@ class Resource:
         preferred, self._preferred = self._preferred, None
         if preferred is not None and time.perf_counter() - preferred.at > FOLLOWS_S:
             preferred = None
+        numbers = () if preferred is None else (preferred.number,)
         if preferred is None or preferred.ids != frozenset(ids):
-            self._decisions.add(self._taken(tables, ids, asked=preferred is not None))
+            taken = self._taken(tables, ids, asked=preferred is not None)
+            self._decisions.add(taken)
             self._on_decision()
+            numbers = (*numbers, taken.number)
+        self._decisions.allocated(numbers, self.name, ids)
         self._held.allocated(device.id for device in chosen)
         self.counters.allocations += 1
         self._on_allocate()
@@ -233,9 +238,25 @@ class Resource:
             preference=choice.preference,
             why="the kubelet took others than preferred"
             if asked
-            else "not asked: all that was aligned, or used again",
+            else f"not asked: {self._why_unasked(tables, taken)}",
             took_s=time.perf_counter() - began,
         )
+
+    def _why_unasked(self, tables: Tables, taken: Sequence[DeviceId]) -> str:
+        """Why the kubelet had no question: it asks only where it has a choice."""
+        used = self._held.ids()
+        nodes = {node for id in taken for node in tables.devices[id].numa}
+        others = {
+            id
+            for id, device in tables.devices.items()
+            if device.healthy and id not in used and nodes.intersection(device.numa)
+        }
+        if nodes and others <= set(taken):
+            named = ", ".join(map(str, sorted(nodes)))
+            return f"all that was free in NUMA node{'s' if len(nodes) > 1 else ''} {named}"
+        if used.intersection(taken):
+            return "used again, as after an init container or a restart"
+        return "all that was aligned, or used again"
 
     def _in_order(self, tables: Tables, ids: Sequence[str]) -> tuple[DeviceId, ...]:
         """The ids in the order of the list, which is PCI order; over NVLink where that is on."""

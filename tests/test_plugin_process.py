@@ -26,7 +26,9 @@ StartKubelet = Callable[..., Kubelet]
 class Process:
     """One `rte plugin` beside a kubelet."""
 
-    def __init__(self, kubelet: Kubelet, driver: Driver, host: Path, log: Path) -> None:
+    def __init__(
+        self, kubelet: Kubelet, driver: Driver, host: Path, log: Path, *, port: int = 0
+    ) -> None:
         self.log = log
         with log.open("a") as stderr:
             self.process = subprocess.Popen(
@@ -37,7 +39,7 @@ class Process:
                     "KUBELET_ROOT": str(kubelet.root),
                     "RTE_SYSFS": str(host / "sys"),
                     "RTE_PROCFS": str(host / "proc"),
-                    "METRICS_PORT": "0",
+                    "METRICS_PORT": str(port),
                 },
                 cwd=Path(__file__).parent.parent,
                 stderr=stderr,
@@ -52,8 +54,9 @@ class Process:
 
 
 class Node:
-    def __init__(self, kubelet: Kubelet, folder: Path) -> None:
+    def __init__(self, kubelet: Kubelet, folder: Path, *, metrics_port: int = 0) -> None:
         self.kubelet = kubelet
+        self.metrics_port = metrics_port  # 0: no HTTP
         self.driver = Driver(folder / "driver", MACHINE)
         self.host = folder / "host"
         self.log = folder / "log"
@@ -62,7 +65,8 @@ class Node:
         self.plugins: list[Process] = []
 
     def start(self) -> Process:
-        self.plugins.append(Process(self.kubelet, self.driver, self.host, self.log))
+        port = self.metrics_port
+        self.plugins.append(Process(self.kubelet, self.driver, self.host, self.log, port=port))
         return self.plugins[-1]
 
     def gpus(self, name: str, count: int) -> list[int]:

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from plugin.decisions import Decision
 from plugin.life import DevicePlugin
 from plugin.service import TOOK_BUCKETS_S
@@ -23,6 +21,7 @@ from rte import __version__
 from rte.agent import Agent, Kubelet, Reason, Sources
 from rte.commands import parts
 from rte.commands.compose import Composer
+from rte.commands.decided import decisions_json, decisions_text
 from rte.config import Config, load
 from rte.discovery.faults import FaultMemory, faults
 from rte.graph.build import Graph, build
@@ -35,7 +34,7 @@ from rte.publish.access import ApiError
 from rte.publish.publisher import FolderSink, Outcome
 from rte.sources.recorded import NVML, read_nvml
 from rte.standin.kubelet import Admission, StandIn, likely_cores
-from rte.status import JSON, Page, Probes, StatusServer
+from rte.status import JSON, TEXT, Page, Probes, StatusServer
 from rte.view.document import document
 
 NODE = "demo"
@@ -254,7 +253,10 @@ class DemoNode:
             "/metrics": Page(CONTENT_TYPE, renderer(measured)),
             "/topology": Page(JSON, lambda: graph),
             "/decisions": Page(
-                JSON, lambda: msgspec.json.encode(list(self.plugin.decisions)), names_pods=True
+                JSON, lambda: decisions_json(self.plugin.decisions), names_pods=True
+            ),
+            "/decisions.txt": Page(
+                TEXT, lambda: decisions_text(self.plugin.decisions, self.graph), names_pods=True
             ),
         }
 
