@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import cos, pi, sin
+from math import ceil, cos, pi, sin
 from typing import NamedTuple
 from xml.sax.saxutils import escape
 
@@ -175,7 +175,11 @@ class Picture:
                 return self.gpu(child.gpu, x, y, width), y + CHIP
             assert child.nic is not None
             return self.nic(child.nic, child.ports, x, y, width), y + CHIP
-        inner, bottom = self.flow(folded(child.children), x + GAP, y + 19, width - 2 * GAP, span)
+        below = folded(child.children)
+        chips = sum(map(units, below))
+        if not any(isinstance(c, Switch) for c in below):
+            span = ceil(chips / ceil(chips / span))  # five are three and two, not four and one
+        inner, bottom = self.flow(below, x + GAP, y + 19, width - 2 * GAP, span)
         bottom += GAP
         known = not is_made_up(child.address)
         name = f"PCIe switch {child.address}" if known else "PCIe switch"
@@ -206,6 +210,8 @@ class Picture:
         )
         if gpu.lost is not None:
             return self.chip(x, y, width, [gpu.name, "lost"], BAD, dashed=True, tip=tip)
+        if gpu.mig_enabled:
+            place = counted(len(gpu.slices), "MIG slice")
         second = badge.text if badge else place
         colour = BAD if badge and badge.bad else self.colour(gpu)
         return self.chip(x, y, width, [gpu.name, second], colour, tip=tip, strong=True)
