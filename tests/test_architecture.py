@@ -37,6 +37,8 @@ DOORS = {
     "inotify_simple": {"rte.kubelet.watch"},
     "prometheus_client": {"rte.metrics", "rte.status"},
     "rich": {"rte.commands", "rte.view"},
+    # Texts of strangers are parsed behind one bounded door; pictures only need to escape words.
+    "xml": {"rte.sources.xml", "rte.view.nccl", "rte.view.svg"},
 }
 
 
