@@ -17,6 +17,8 @@ from rte.model import DeviceId, Gpu, MigSlice
 MOUNTED_LIST = "/var/run/nvidia-container-devices"
 CONTROL_NODES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
 IMEX_NODES = "nvidia-caps-imex-channels"
+# Where containers find NCCL's topology file; its folder is mounted, so that they see newer ones.
+NCCL_FOLDER, NCCL_FILE = "/run/rte-nccl", "topology.xml"
 READ_WRITE = "rw"
 
 
@@ -47,7 +49,8 @@ class Handing:
     gds: bool = False
     mofed: bool = False
     cuda_order: bool = False  # CUDA_VISIBLE_DEVICES in the order that is given
-    one_replica: bool = False  # refuse two replicas of one device for one container
+    one_replica: bool = False  # refuse a container more than one replica
+    nccl_topology_dir: str | None = None  # the host's folder with NCCL_FILE
 
     def __post_init__(self) -> None:
         if not self.strategies:
@@ -63,6 +66,7 @@ class Nodes:
     """The device nodes that exist, as this process sees them."""
 
     control: tuple[str, ...] = ()  # of CONTROL_NODES, in that order
+    nccl_topology: bool = False  # whether NCCL_FILE is in its folder
     mig_minors: Mapping[str, int] = field(default_factory=dict)
     """Minor of nvidia-caps by the driver's name: gpu0/gi1/access, gpu0/gi1/ci0/access."""
     imex_channels: frozenset[int] = frozenset()
@@ -151,14 +155,14 @@ def allocation(
 
     `owners` (see `owners`) says which GPU an id is, `cdi_names` has a qualified CDI name for
     each id, `cdi_extra` those of channels and switches.
-    Raises CannotAllocate for two replicas of one device where that is not allowed, and for a
+    Raises CannotAllocate for several replicas where that is not allowed, and for a
     device without a CDI name where CDI is the way.
     """
     held = tuple(dict.fromkeys(device.holds for device in devices))
-    if handing.one_replica and len(held) < len(devices):
+    if handing.one_replica and len(devices) > 1 and any(d.id != d.holds for d in devices):
         raise CannotAllocate(
-            "several replicas of one device for one container give no more of it, and are "
-            "refused (failRequestsGreaterThanOne)",
+            "more than one replica gives a container no more of a device, and is refused "
+            "(sharing.timeSlicing.failRequestsGreaterThanOne)",
             (device.id for device in devices),
         )
     names = tuple(device_name(id, owners, handing) for id in held)
@@ -212,6 +216,12 @@ def paths(id: DeviceId, owners: Mapping[DeviceId, Owner], nodes: Nodes) -> tuple
     )
 
 
+def missing_channels(handing: Handing, nodes: Nodes) -> tuple[str, ...]:
+    """Paths of the IMEX channels that are asked for and do not exist."""
+    absent = (c for c in handing.imex_channels if c not in nodes.imex_channels)
+    return tuple(f"/dev/{IMEX_NODES}/channel{channel}" for channel in absent)
+
+
 def _channels(handing: Handing, nodes: Nodes) -> tuple[int, ...]:
     return tuple(c for c in handing.imex_channels if c in nodes.imex_channels)
 
@@ -241,14 +251,19 @@ def _envs(
     if handing.cuda_order and len(held) > 1:
         # UUIDs, whatever the runtime was told: CUDA numbers the devices of a container anew.
         envs["CUDA_VISIBLE_DEVICES"] = ",".join(held)
+    if handing.nccl_topology_dir is not None and nodes.nccl_topology:
+        envs["NCCL_TOPO_FILE"] = f"{NCCL_FOLDER}/{NCCL_FILE}"
     return envs
 
 
 def _mounts(names: tuple[str, ...], handing: Handing, nodes: Nodes) -> tuple[Mount, ...]:
-    if Strategy.VOLUME_MOUNTS not in handing.strategies:
-        return ()
-    listed = (*names, *(f"imex/{channel}" for channel in _channels(handing, nodes)))
-    return tuple(Mount(container=f"{MOUNTED_LIST}/{name}", host="/dev/null") for name in listed)
+    mounts: tuple[Mount, ...] = ()
+    if Strategy.VOLUME_MOUNTS in handing.strategies:
+        listed = (*names, *(f"imex/{channel}" for channel in _channels(handing, nodes)))
+        mounts = tuple(Mount(container=f"{MOUNTED_LIST}/{n}", host="/dev/null") for n in listed)
+    if handing.nccl_topology_dir is not None and nodes.nccl_topology:
+        mounts += (Mount(container=NCCL_FOLDER, host=handing.nccl_topology_dir, read_only=True),)
+    return mounts
 
 
 def _nodes(

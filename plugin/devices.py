@@ -47,6 +47,8 @@ class Advertising:
     """Sub-NUMA clusters: a device on one node of a list is advertised on all nodes of it."""
     replicas: Mapping[str, int] = field(default_factory=dict)  # by resource name, from 2
     rename_shared: bool = False  # `.shared` after the name of a resource with replicas
+    fabric: Mapping[PciAddress, str] = field(default_factory=dict)
+    """Configured group of each GPU; when there are any, whole GPUs are advertised by group."""
 
     def __post_init__(self) -> None:
         for resource, count in self.replicas.items():
@@ -171,7 +173,12 @@ def _units(
         reason = "mig-not-uniform" if problem else gpu.lost
         if options.mig is MigStrategy.NONE or not gpu.mig_enabled:
             assert gpu.uuid is not None  # _named leaves out the others
-            units.append((gpu, options.resource, gpu.uuid, reason))
+            if (name := _gpu_resource(options, gpu)) is None:
+                left_out.append(
+                    f"{gpu.name} ({gpu.pci}) is in none of groups.names and is not advertised"
+                )
+            else:
+                units.append((gpu, name, gpu.uuid, reason))
             continue
         for part in gpu.slices:
             if not _whole(part):
@@ -225,6 +232,15 @@ def _not_uniform(gpus: Iterable[Gpu]) -> str | None:
 def _whole(part: MigSlice) -> bool:
     """Whether a slice has all compute of its GPU instance; others are named `1c.3g.40gb`."""
     return "c." not in part.profile.split("g.")[0]
+
+
+def _gpu_resource(options: Advertising, gpu: Gpu) -> str | None:
+    """`nvidia.com/gpu`, or `nvidia.com/gpu-fabric.ring-0` where GPUs go by group."""
+    if not options.fabric:
+        return options.resource
+    group = options.fabric.get(gpu.pci)
+    domain = options.resource.rpartition("/")[0]
+    return None if group is None else f"{domain}/gpu-fabric.{group}"
 
 
 def _mig_resource(gpu_resource: str, part: MigSlice) -> str:

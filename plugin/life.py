@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
@@ -16,8 +16,10 @@ import grpc
 from plugin import cdi
 from plugin.allocation import Handing, Owner, owners, read_nodes
 from plugin.decisions import JOINED_WITHIN_S, Decisions
-from plugin.devices import Advertised, Advertising, Device, Known, devices, held_devices, remember
+from plugin.devices import Advertising, Device, Known, devices, held_devices, remember
 from plugin.held import Container, Held, nic_holders, nic_use, twice_held
+from plugin.moving import Listed, pairs, settled
+from plugin.nccl import write_topology
 from plugin.registration import KUBELET_SOCKET, Registration, Signature
 from plugin.service import Resource, Tables
 from rte.graph.build import Graph, build
@@ -46,6 +48,8 @@ ADMITTED_WITHIN_S = 5.0
 # PodResources has 100 calls a second for all clients; changes that come together are one call.
 USAGE_PAUSE_S = 0.05
 KUBELET_CALL_S = 5.0
+# How long a list may be on its way to the kubelet, and when nobody can be asked has been read.
+SENT_S, READ_S = 0.1, 1.0
 # While all is well, and while a resource is not (yet) what the kubelet should see.
 CHECK_WELL_S, CHECK_ILL_S = 10.0, 1.0
 
@@ -68,6 +72,8 @@ class Options:
     compute_nics: tuple[str, ...] = ()  # patterns, as `nics.compute`
     cdi_directories: tuple[Path, ...] = (Path("/etc/cdi"), Path("/var/run/cdi"))
     cdi_nodes_only: bool = False
+    nccl_topology: Callable[[Graph], str | None] | None = None
+    """Makes the text of the file for `handing.nccl_topology_dir`."""
     lost_after_s: float = 10.0
     """A kubelet that has had none of our healthy devices for so long has lost this plugin."""
     dev: Path = Path("/dev")
@@ -108,6 +114,11 @@ class DevicePlugin:
         self._nic_holders: Mapping[Container, float] = {}  # when each was seen first
         # Where nobody says who got what, a decision's line need not wait for its pod.
         self._join_s = 0.0 if options.pod_resources is None else JOINED_WITHIN_S
+        self._used: Mapping[Listed, tuple[PodName, ...]] = {}  # who holds what, of all resources
+        self._wanted: frozenset[Listed] = frozenset()  # what would be listed if nothing had to wait
+        self._leaving: dict[Listed, float] = {}  # taken out of a list, and when (monotonic seconds)
+        self._strays: frozenset[Listed] = frozenset()  # held, and not to be listed any more
+        self._kubelet: grpc.Channel | None = None
         self._twice: Mapping[DeviceId, tuple[PodName, ...]] = {}
         self._unanswered: dict[str, grpc.StatusCode | None] = {}
         self._usage_at = self._check_at = 0.0  # when each is due, monotonic seconds
@@ -133,6 +144,8 @@ class DevicePlugin:
             own = cdi.wants_own(options.handing, nodes_only=options.cdi_nodes_only, listed=listed)
             cdi.check_start(options.handing, listed, options.cdi_directories, own=own)
         target(options.plugin_dir / KUBELET_SOCKET)
+        if options.pod_resources is not None:
+            self._kubelet = channel(options.pod_resources)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         with self._lock:
             self._started = True
@@ -188,9 +201,12 @@ class DevicePlugin:
         use = nic_use(usage, nics=nics, gpus=ours, admitted=admitted)
         self.held.listed(ids, asked=asked, nics=use)
         self.decisions.join(usage, asked=asked)
+        ours_or_were = frozenset().union(*(k.ids for k in self._known.values()), ours)
+        self._used = _holders(usage, held_devices(ours_or_were))
         self._usage_seen = True
         known = self._known.values()
-        if any(not k.ids & held_devices(ids) for k in known if k.gpu.pci not in here):
+        pulled_out = any(not k.ids & held_devices(ids) for k in known if k.gpu.pci not in here)
+        if pulled_out or self._moved():
             self._publish_again()  # what was pulled out leaves the list with its last pod
         self._judge(twice_held(usage, ours))
 
@@ -228,7 +244,7 @@ class DevicePlugin:
         )
         for sentence in advertised.left_out:
             self._say_once(sentence)
-        made = self._tables(advertised)
+        made = self._tables(self._settled_lists(advertised.resources))
         fresh = {}
         for name, tables in made.items():
             resource = self.resources.get(name)
@@ -245,6 +261,43 @@ class DevicePlugin:
         if self._started:
             for name in fresh:
                 self._register(self.registrations[name])
+
+    def _settled_lists(
+        self, wanted: Mapping[str, tuple[Device, ...]]
+    ) -> Mapping[str, tuple[Device, ...]]:
+        """What can be listed now, of what should be; see plugin.moving."""
+        listed = {name: resource.tables.devices for name, resource in self.resources.items()}
+        self._wanted = pairs(wanted)
+        now = time.monotonic()
+        gone = pairs({n: found.values() for n, found in listed.items()})
+        gone = gone - self._wanted - self._used.keys()
+        self._leaving = {
+            pair: at
+            for pair, at in {**dict.fromkeys(gone, now), **self._leaving}.items()
+            if pair not in self._wanted
+        }
+        found = settled(
+            wanted,
+            listed=listed,
+            used=self._used,
+            leaving=self._leaving,
+            owners=owners(known.gpu for known in self._known.values()),
+        )
+        for new, old in found.waiting.items():
+            pods = " and ".join(f"{p.namespace}/{p.name}" for p in self._used.get(old, ()))
+            if pods:
+                self._say_once(
+                    f"{new.id} is not offered as {new.resource} while {pods} has {old.id} as "
+                    f"{old.resource}: delete the pod, or wait for its end"
+                )
+        self._strays = frozenset(self._used.keys() - self._wanted)
+        if self._leaving:
+            self._check_soon()
+        return found.resources
+
+    def _moved(self) -> bool:
+        """Whether what pods hold under other names than it should have is not what it was."""
+        return frozenset(self._used.keys() - self._wanted) != self._strays
 
     def _register(self, registration: Registration) -> None:
         try:
@@ -272,7 +325,7 @@ class DevicePlugin:
     def _registration(self, resource: Resource) -> Registration:
         return Registration(resource, self.options.plugin_dir, on_registered=self._ask_whether_well)
 
-    def _tables(self, advertised: Advertised) -> Mapping[str, Tables]:
+    def _tables(self, lists: Mapping[str, tuple[Device, ...]]) -> Mapping[str, Tables]:
         """Tables for each resource that there is, or was: that one has an empty list."""
         assert self._graph is not None
         options = self.options
@@ -281,7 +334,9 @@ class DevicePlugin:
         names: Mapping[DeviceId, str] = {}
         extra: tuple[str, ...] = ()
         if options.handing.has_cdi:
-            names, extra = self._cdi(advertised, who)
+            names, extra = self._cdi(lists, who)
+        if self._write_topology():
+            nodes = replace(nodes, nccl_topology=True)
         gone: dict[str, tuple[Device, ...]] = dict.fromkeys(self.resources, ())
         return {
             name: Tables(
@@ -297,16 +352,16 @@ class DevicePlugin:
                 parts=_parts(listed, who),
                 sharing=options.sharing,
             )
-            for name, listed in {**gone, **advertised.resources}.items()
+            for name, listed in {**gone, **lists}.items()
         }
 
     def _cdi(
-        self, advertised: Advertised, who: Mapping[DeviceId, Owner]
+        self, lists: Mapping[str, tuple[Device, ...]], who: Mapping[DeviceId, Owner]
     ) -> tuple[Mapping[DeviceId, str], tuple[str, ...]]:
         options = self.options
         listed = self._cdi_listed()
         own = cdi.wants_own(options.handing, nodes_only=options.cdi_nodes_only, listed=listed)
-        ids = dict.fromkeys(d.holds for found in advertised.resources.values() for d in found)
+        ids = dict.fromkeys(d.holds for found in lists.values() for d in found)
         ours: frozenset[str] = frozenset()
         if own:
             nodes = read_nodes(dev=options.dev, proc=options.proc)
@@ -335,6 +390,25 @@ class DevicePlugin:
                 self._say_once(sentence)
         return self._cdi_known
 
+    def _write_topology(self) -> bool:
+        """Whether NCCL's topology file is there, made from the graph as it is now."""
+        folder, made = self.options.handing.nccl_topology_dir, self.options.nccl_topology
+        if folder is None or made is None or self._graph is None:
+            return False
+        text = made(self._graph)
+        if text is None:
+            return False
+        try:
+            if write_topology(text, Path(folder)):
+                log.info("NCCL's topology file in %s is that of this machine now", folder)
+        except OSError as error:
+            self._say_once(
+                f"no topology file for NCCL: {error.filename}: {error.strerror}; mount the host's "
+                f"folder {folder} here at the same path"
+            )
+            return False
+        return True
+
     def _say_once(self, sentence: str) -> None:
         if sentence not in self._said:
             self._said.add(sentence)
@@ -348,10 +422,9 @@ class DevicePlugin:
 
     def _run(self) -> None:
         files: FileWatch | None = None
-        kubelet: grpc.Channel | None = None
-        if self.options.pod_resources is not None:
+        kubelet = self._kubelet
+        if kubelet is not None:
             files = watch([self.options.plugin_dir / CHECKPOINT], self._ask_usage)
-            kubelet = channel(self.options.pod_resources)
         while not self._stopping.is_set():
             try:
                 self._look(kubelet)
@@ -382,6 +455,9 @@ class DevicePlugin:
         self._log_decisions(wait_s=self._join_s)
         if now >= self._check_at:
             well = self._check(kubelet)
+            if self._leaving:
+                self._let_go(kubelet)
+                well = well and not self._leaving
             self._check_at = now + (CHECK_WELL_S if well else CHECK_ILL_S)
             if well and not self._settled:
                 # What has been loaded by now stays: without it a full collection takes 10 ms, in
@@ -400,6 +476,30 @@ class DevicePlugin:
     def _ask_whether_well(self) -> None:
         self._check_at = 0.0
         self._wake.set()
+
+    def _check_soon(self) -> None:
+        self._check_at = min(self._check_at, time.monotonic() + SENT_S)
+        self._wake.set()
+
+    def _let_go(self, kubelet: grpc.Channel | None) -> None:
+        """What has left a list is over once the kubelet neither offers it nor has given it away."""
+        asked = time.monotonic()
+        offered = self._allocatable(kubelet)
+        nobody_says = kubelet is None or offered is None
+        over = {
+            pair
+            for pair, at in tuple(self._leaving.items())
+            if asked - at > (READ_S if nobody_says else SENT_S)
+            and (offered is None or pair.id not in offered.get(pair.resource, ()))
+        }
+        if over and kubelet is not None and offered is not None:
+            self._read_usage(kubelet)  # what was given away in the last moment is in it
+        if over:
+            with self._lock:
+                self._leaving = {p: at for p, at in self._leaving.items() if p not in over}
+                self._publish_again()
+        if self._leaving:
+            self._check_soon()
 
     def _log_decisions(self, *, wait_s: float) -> None:
         """A line each, here and not in the call: a full pipe must not hold up an admission."""
@@ -470,6 +570,16 @@ class DevicePlugin:
         for device in found.devices:
             ids.setdefault(device.resource, set()).add(device.id)
         return {resource: frozenset(these) for resource, these in ids.items()}
+
+
+def _holders(usage: Usage, ours: frozenset[DeviceId]) -> Mapping[Listed, tuple[PodName, ...]]:
+    """Which pods hold what, under whatever name, of these GPUs and slices and their replicas."""
+    found: dict[Listed, list[PodName]] = {}
+    for pod in usage.pods:
+        for device in (d for c in pod.containers for d in c.devices):
+            if held_devices([device.id]) & ours:
+                found.setdefault(Listed(device.resource, device.id), []).append(pod.pod)
+    return {pair: tuple(dict.fromkeys(pods)) for pair, pods in found.items()}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -467,7 +467,10 @@ class Health(Section, frozen=True, kw_only=True):
     ] = Duration(30)
     events: Annotated[
         bool,
-        opt("Report GPUs that turn sick or well as Events of the Node (needs to create events)."),
+        opt(
+            "Report GPUs that turn sick or well as Events of the Node (needs to create events).",
+            flag="--health-events",
+        ),
     ] = False
 
 

@@ -17,6 +17,7 @@ from plugin.allocation import (
     Nodes,
     Strategy,
     allocation,
+    missing_channels,
     owners,
     parse_mig_minors,
     read_nodes,
@@ -157,10 +158,27 @@ def test_two_replicas_of_one_gpu_are_one_device() -> None:
     assert answer.envs == {"NVIDIA_VISIBLE_DEVICES": f"{A},{B}"}
 
 
-def test_two_replicas_of_one_gpu_are_refused_by_option() -> None:
-    with pytest.raises(CannotAllocate, match=f"refused.*{A}::0, {A}::3"):
-        given(f"{A}::0", f"{A}::3", advertising=SHARED, one_replica=True)
-    given(f"{A}::0", f"{B}::3", advertising=SHARED, one_replica=True)
+@pytest.mark.parametrize("second", [f"{A}::3", f"{B}::3"])
+def test_a_second_replica_is_refused_by_option(second: str) -> None:
+    with pytest.raises(CannotAllocate, match=f"refused.*{A}::0, {second}"):
+        given(f"{A}::0", second, advertising=SHARED, one_replica=True)
+    given(f"{A}::0", advertising=SHARED, one_replica=True)
+    given(A, B, one_replica=True)
+
+
+def test_nccl_gets_its_file_once_it_is_there() -> None:
+    wanted = {"nccl_topology_dir": "/run/topology"}
+    answer = given(A, nodes=Nodes(nccl_topology=True), **wanted)
+    assert answer.envs["NCCL_TOPO_FILE"] == "/run/rte-nccl/topology.xml"
+    assert answer.mounts == (
+        Mount(container="/run/rte-nccl", host="/run/topology", read_only=True),
+    )
+    assert given(A, **wanted) == given(A)
+
+
+def test_channels_that_do_not_exist_are_named() -> None:
+    both = Handing(imex_channels=(0, 1))
+    assert missing_channels(both, NODES) == ("/dev/nvidia-caps-imex-channels/channel1",)
 
 
 def test_at_least_one_strategy_is_needed() -> None:

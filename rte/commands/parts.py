@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plugin.allocation import Handing, Strategy
+from plugin.allocation import Handing, Strategy, missing_channels, read_nodes
 from plugin.devices import Advertising, Device, MigStrategy
 from plugin.life import DevicePlugin
 from plugin.life import Options as PluginOptions
@@ -48,7 +48,7 @@ def plugin_options(config: Config) -> PluginOptions:
     """Raises ConfigError for what only the plugin knows to be wrong."""
     devices = config.devices
     try:
-        return PluginOptions(
+        options = PluginOptions(
             plugin_dir=config.plugin_dir,
             pod_resources=config.pod_resources_socket,
             advertising=advertising(config),
@@ -75,6 +75,10 @@ def plugin_options(config: Config) -> PluginOptions:
         )
     except ValueError as error:
         raise ConfigError("devices", "configuration", str(error)) from error
+    absent = missing_channels(options.handing, read_nodes(dev=options.dev))
+    if config.imex.required and absent:
+        raise ConfigError("imex.required", "configuration", f"{', '.join(absent)} does not exist")
+    return options
 
 
 def advertising(config: Config) -> Advertising:
