@@ -276,6 +276,42 @@ def test_objects_with_odd_zones(zones: object) -> None:
     outcome(json.dumps({"kind": "NodeResourceTopology", "zones": zones}).encode())
 
 
+PARTS = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "name": st.sampled_from(["gpu-0", "gpu-1", "switch-0", "switch-1", "nic-0", "x", 7]),
+            "pci": st.sampled_from(["0000:01:00.0", "0000:02:00.0", "10000:03:00.0", "x", None]),
+            "switch": st.sampled_from(["switch-0", "switch-1", "gpu-0", "none"]),
+            "a": st.sampled_from(["gpu-0", "gpu-1"]),
+            "b": st.sampled_from(["gpu-0", "gpu-1", "gpu-2"]),
+            "id": st.integers(-1, 5000),
+            "numaNode": st.integers(-1, 3),
+            "cpus": st.sampled_from(["0-3,8", "", "9-1", "0-99999", "x"]),
+            "memory": st.sampled_from(["64Gi", "1e999", "-", "much"]),
+            "gpu": st.sampled_from(["gpu-0", "gpu-9"]),
+            "lanes": st.integers(-1, 40),
+            "switchLanes": st.integers(0, 20),
+            "state": st.sampled_from(["completed", "lost"]),
+            "gpus": st.lists(st.sampled_from(["gpu-0", "gpu-1"]), max_size=2),
+            "rdma": st.lists(st.sampled_from(["mlx5_0"]), max_size=2),
+        },
+    ),
+    max_size=4,
+)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["numaNodes", "gpus", "switches", "nics", "nvlinks", "fabrics"]),
+        PARTS | JSON,
+    )
+    | JSON
+)
+def test_fabrics_with_odd_parts(status: object) -> None:
+    outcome(json.dumps({"kind": "GPUFabric", "status": status}).encode())
+
+
 def test_nothing_is_opened_for_an_entity(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     os.mkfifo(secret)  # whoever opens it waits for ever

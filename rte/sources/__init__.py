@@ -15,7 +15,7 @@ MAX_BYTES = 16 << 20
 
 UNDERSTOOD = (
     "a folder that `rte record` wrote, the output of `nvidia-smi topo -m`, NCCL's topology XML, "
-    "hwloc's XML (`lstopo machine.xml`), or a NodeResourceTopology as YAML or JSON"
+    "hwloc's XML (`lstopo machine.xml`), or a GPUFabric or NodeResourceTopology as YAML or JSON"
 )
 
 
@@ -41,16 +41,27 @@ def parse_source(text: bytes, name: str) -> Machine:
         return parse_xml_source(text, name)
     plain = text.decode(errors="replace")
     if start.startswith(b"{") or re.search(
-        r"^kind:\s*[\"']?(?:NodeResourceTopology|List)", plain, re.MULTILINE
+        r"^kind:\s*[\"']?(?:NodeResourceTopology|GPUFabric|List)", plain, re.MULTILINE
     ):
-        from rte.sources.nrt import nrt_machine, parse_object  # noqa: PLC0415 - one of several
-
-        return nrt_machine(parse_object(plain, name), name)
+        return parse_object_source(plain, name)
     if re.search(r"GPU[0-9]", plain):
         from rte.sources.smi import parse_smi  # noqa: PLC0415 - one of several
 
         return parse_smi(plain, name)
     raise SourceError(f"{name}: nothing that is understood; expected {UNDERSTOOD}")
+
+
+def parse_object_source(text: str, name: str) -> Machine:
+    from rte.sources.objects import FABRIC, parse_object  # noqa: PLC0415 - one of several
+
+    value = parse_object(text, name)
+    if value["kind"] == FABRIC:
+        from rte.sources.fabric import fabric_machine  # noqa: PLC0415 - one of several
+
+        return fabric_machine(value, name)
+    from rte.sources.nrt import nrt_machine  # noqa: PLC0415 - one of several
+
+    return nrt_machine(value, name)
 
 
 def parse_xml_source(text: bytes, name: str) -> Machine:

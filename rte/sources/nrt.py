@@ -7,7 +7,6 @@ all, only numbers of a resource.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -38,55 +37,12 @@ from rte.model import (
 from rte.sources.problem import SourceError
 from rte.sources.smi import lane_speed, link_ends
 
-KINDS = ("NodeResourceTopology", "NodeResourceTopologyList", "List")
 MAX_ZONES = 4096
 MAX_GPUS = 128
-MAX_EVENTS = 100_000
 MAX_DEPTH = 32
 GPU_NAME = "gpu-(0|[1-9][0-9]{0,3})"
 GPU_RESOURCE = "nvidia.com/gpu"
 LEVELS = {10: Level.PIX, 20: Level.PXB, 30: Level.PHB, 40: Level.NODE, 50: Level.SYS}
-
-
-def parse_object(text: str, name: str) -> dict[str, Any]:
-    """The one object in a YAML or JSON text. Raises SourceError."""
-    if text.lstrip().startswith("{"):
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise SourceError(f"{name}: not JSON: {error}") from error
-    else:
-        value = parse_yaml(text, name)
-    if isinstance(value, dict) and value.get("kind") in KINDS[1:]:
-        items = value.get("items")
-        if not isinstance(items, list) or len(items) != 1:
-            count = len(items) if isinstance(items, list) else 0
-            raise SourceError(f"{name}: a list of {count} objects; give one node's")
-        value = items[0]
-    if not isinstance(value, dict) or value.get("kind") != KINDS[0]:
-        kind = value.get("kind") if isinstance(value, dict) else type(value).__name__
-        raise SourceError(f"{name}: kind {str(kind)[:60]!r}; expected a NodeResourceTopology")
-    return value
-
-
-def parse_yaml(text: str, name: str) -> Any:
-    """YAML without aliases, which can make a small text a large value, and not deep."""
-    import yaml  # noqa: PLC0415 - 10 MiB for one format
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    depth = events = 0
-    try:
-        for event in yaml.parse(text, Loader=loader):
-            events += 1
-            if isinstance(event, yaml.AliasEvent):
-                raise SourceError(f"{name}: an alias; no object of the API has one")
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_DEPTH or events > MAX_EVENTS:
-                raise SourceError(f"{name}: deeper or longer than any NodeResourceTopology")
-        return yaml.load(text, Loader=loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
-        raise SourceError(f"{name}: not YAML: {' '.join(str(error).split())[:200]}") from error
 
 
 @dataclass(slots=True)
