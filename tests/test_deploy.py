@@ -141,6 +141,8 @@ def pods(render: Render, folders: Iterable[str] = FOLDERS) -> Iterator[Pod]:
 
 UNPRIVILEGED = [f for f in FOLDERS if f not in ("overlays/mounted-driver", "overlays/mig")]
 # Folders that an overlay is for, beside those of the base.
+# In memory, made by the kubelet; the second is of the plugin that runs beside the publisher.
+STATE = {"/run/rte", "/run/rte-plugin"}
 WRITTEN = {
     "overlays/mounted-driver": {"/dev"},
     "overlays/feature-file": {"/etc/kubernetes/node-feature-discovery/features.d"},
@@ -160,7 +162,8 @@ def test_without_an_overlay_that_says_so_nothing_is_privileged(render: Render) -
         assert each.spec["runtimeClassName"] == "nvidia"
         host_paths = [v["hostPath"]["path"] for _, v in each.mounts() if "hostPath" in v]
         others = {path for path in host_paths if not path.startswith("/var/lib/kubelet")}
-        assert others == {"/sys"} | WRITTEN.get(each.folder, set())
+        assert others - STATE == {"/sys"} | WRITTEN.get(each.folder, set())
+        assert len(others & STATE) == 1
 
 
 def test_no_overlay_uses_a_namespace_of_the_host(render: Render) -> None:
@@ -171,8 +174,26 @@ def test_no_overlay_uses_a_namespace_of_the_host(render: Render) -> None:
 
 def test_only_folders_are_mounted(render: Render) -> None:
     for each in pods(render):
-        types = {v["hostPath"]["type"] for _, v in each.mounts() if "hostPath" in v}
+        paths = {
+            v["hostPath"]["path"]: v["hostPath"]["type"]
+            for _, v in each.mounts()
+            if "hostPath" in v
+        }
+        made = {path for path, type in paths.items() if type == "DirectoryOrCreate"}
+        assert made <= STATE, "what is somebody else's is not made for him"
+        types = {type for path, type in paths.items() if path not in made}
         assert types == {"Directory"}, "a file that is replaced by renaming stays the old one"
+
+
+def test_two_processes_of_a_node_share_no_state(render: Render) -> None:
+    paths = [
+        volume["hostPath"]["path"]
+        for each in pods(render, ["overlays/two-processes"])
+        for mount, volume in each.mounts()
+        if mount["mountPath"] == "/run/rte"
+    ]
+    assert set(paths) == STATE
+    assert len(paths) == 2
 
 
 def test_what_may_be_written_is_named(render: Render) -> None:
@@ -473,6 +494,35 @@ def test_real_requests_are_granted_or_forbidden(
         until(lambda: status() in (200, 404), lambda: f"{method} {path}: {status()}")
     else:
         assert status() == 403
+
+
+def test_events_are_of_the_own_node_and_only_with_the_overlay(
+    apiserver: ApiServer, agent: Agent, render: Render
+) -> None:
+    def create(node: str, namespace: str = "default", kind: str = "Node") -> int:
+        body = {
+            "metadata": {"generateName": "gpu-", "namespace": namespace},
+            "involvedObject": {"apiVersion": "v1", "kind": kind, "name": node},
+            "reason": "GPUUnhealthy",
+            "type": "Warning",
+        }
+        path = f"/api/v1/namespaces/{namespace}/events"
+        return apiserver.request("POST", path, body, token=agent.token).status
+
+    objects = render(DEPLOY / "overlays" / "events")
+    (role,) = of_kind(objects, "ClusterRole")
+    (base,) = of_kind(render(DEPLOY / "base"), "ClusterRole")
+    assert rules(role["rules"]) - rules(base["rules"]) == {("", "events", "create")}
+    assert create("deploy-here") == 403
+    try:
+        for each in objects:
+            apply_strictly(apiserver, each)
+        until(lambda: create("deploy-there") == 422, lambda: str(create("deploy-there")))
+        until(lambda: create("deploy-here") == 201, lambda: str(create("deploy-here")))
+        assert create("deploy-here", kind="Pod") == 422
+        assert create("deploy-here", namespace="kube-system") in (403, 422)
+    finally:
+        apply_strictly(apiserver, base)
 
 
 def owned(kind: str, node: str) -> Json:

@@ -20,7 +20,7 @@ import pytest
 import urllib3
 import yaml
 
-from rte.sources.recorded import unpack
+from rte.sources.recorded import read_recorded, unpack
 from tests.conftest import GoProgram, StartKubelet
 from tests.deployed import (
     DEPLOY,
@@ -32,7 +32,7 @@ from tests.deployed import (
     of_kind,
     render,
 )
-from tests.fake_nvml import Driver
+from tests.fake_nvml import XID, Driver
 from tests.machines.description import FOLDER
 from tests.real_apiserver import ApiServer, Json
 from tests.real_kubelet import Kubelet, numa_nodes, pod
@@ -120,11 +120,18 @@ class Daemon:
         """The pod's own, with the paths and the port of this test."""
         config = self.config
         assert config["kubelet"]["configFile"] == "/var/lib/kubelet/config.yaml"
-        config["host"] = {"sysfs": str(self.tree / "sys"), "procfs": str(self.tree / "proc")}
+        config["host"] = {
+            "sysfs": str(self.tree / "sys"),
+            "procfs": str(self.tree / "proc"),
+            "interval": 1,
+        }
         config["kubelet"] |= {
             "rootDir": str(self.kubelet.root),
             "configFile": str(self.kubelet.root / "config.yaml"),
         }
+        state = self.folder / f"run-{self.daemon_set['metadata']['name']}"
+        state.mkdir(exist_ok=True)
+        config["stateDir"] = str(state)
         config["http"] = {"address": "127.0.0.1", "port": port}
         return write_config_map(self.config_folder, yaml.safe_dump(config))
 
@@ -322,6 +329,65 @@ def test_a_cordon_in_the_config_map_counts_without_a_restart(daemon: Daemon) -> 
     write_config_map(daemon.config_folder, yaml.safe_dump(daemon.config))
     daemon.kubelet.wait_devices(GPU, 8)
     assert daemon.is_ready()
+
+
+def test_k8s_device_plugin_519_health_is_told_with_its_reason_everywhere(
+    daemons: StartDaemon,
+) -> None:
+    """Node Event, NodeResourceTopology, metric and log; once at its beginning, once at its end."""
+    daemon = daemons("overlays/events")
+    daemon.config["health"] = {"coolDown": "100ms"}
+    daemon.config["devices"] = {"withhold": [{"pci": "0000:0f:00.0", "reason": "fan"}]}
+    for each in daemon.objects:
+        apply_strictly(daemon.cluster.apiserver, each)
+    daemon.start()
+    daemon.until(daemon.is_ready, "ready")
+    daemon.kubelet.wait_devices(GPU, 7)
+    daemon.driver.event(4, XID, 79)
+    daemon.kubelet.wait_devices(GPU, 6)
+    known = {gpu.number: gpu for gpu in read_recorded(FOLDER / RECORDED).gpus}
+    cordoned = next(gpu for gpu in known.values() if gpu.pci == "0000:0f:00.0")
+
+    def events() -> list[tuple[str, str]]:
+        found = daemon.cluster.apiserver.get(
+            f"/api/v1/namespaces/default/events?fieldSelector=involvedObject.name%3D{daemon.node}"
+        )["items"]
+        return [(each["reason"], each["message"]) for each in found]
+
+    def healths() -> dict[str, tuple[str, str]]:
+        zones = (daemon.nrt() or {"zones": []})["zones"]
+        said = {z["name"]: {a["name"]: a["value"] for a in z.get("attributes", ())} for z in zones}
+        return {
+            name: (values["health"], values["healthReason"])
+            for name, values in said.items()
+            if "healthReason" in values
+        }
+
+    daemon.until(
+        lambda: (
+            healths()
+            == {"gpu-4": ("unhealthy", "xid-79"), cordoned.name: ("unhealthy", "withheld")}
+        ),
+        "the NodeResourceTopology says it",
+    )
+    who = f"gpu-4 ({known[4].pci}, {known[4].uuid})"
+    begun = (
+        "GPUUnhealthy",
+        f"{who} gets no new work: xid-79: the driver reported Xid 79, the GPU has fallen off the "
+        "bus",
+    )
+    daemon.until(lambda: events() == [begun], "the Event")
+    metrics = daemon.get("/metrics")[1]
+    assert 'rte_gpu_fault{gpu="gpu-4",reason="xid-79",severity="withhold"} 1.0' in metrics
+    assert 'rte_device_withheld{device="0000:0f:00.0",reason="fan"} 1.0' in metrics
+    daemon.driver.control("lost 4")
+    daemon.until(lambda: healths()["gpu-4"][1] == "lost,xid-79", "lost")
+    daemon.driver.control()
+    daemon.until(lambda: set(healths()) == {cordoned.name}, "well again")
+    daemon.until(lambda: len(events()) == 4, "Events of the ends")
+    assert ("GPURecovered", f"{who} no longer xid-79") in events()
+    assert daemon.log().count("gpu-4 (0000:") == 4
+    assert "0000:0f:00.0 is cordoned: fan" in daemon.log()
 
 
 def test_a_kubelet_configuration_that_is_not_there_is_named_until_it_is(daemon: Daemon) -> None:
