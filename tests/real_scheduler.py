@@ -8,11 +8,13 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from tests.real_apiserver import ApiServer
+
+T = TypeVar("T")
 
 Json = dict[str, Any]
 
@@ -142,13 +144,14 @@ class Scheduler:
 
     def wait_log(self, text: str, *, within_s: float = 60, after: int = 0) -> str:
         """The log from `after` on, once it has the text."""
-        return self.wait(
-            lambda: found if text in (found := self.log()[after:]) else None,
-            f"its log did not say {text!r}",
-            within_s,
-        )
 
-    def wait(self, look: Callable[[], Any], otherwise: str, within_s: float) -> Any:
+        def look() -> str | None:
+            found = self.log()[after:]
+            return found if text in found else None
+
+        return self.wait(look, f"its log did not say {text!r}", within_s)
+
+    def wait(self, look: Callable[[], T | None], otherwise: str, within_s: float) -> T:
         """What `look` finds, once that is not None."""
         end = time.monotonic() + within_s
         while (found := look()) is None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,6 @@ from rte.model import (
 )
 from rte.publish.access import Access
 from rte.publish.apply import ApiServer
-from rte.publish.fingerprint import fingerprint
 from rte.publish.nrt import nrt
 from rte.publish.pods import PodWatch
 from rte.publish.pods import parse_pod as parse_facts
@@ -42,6 +42,7 @@ from tests.real_scheduler import Scheduler
 
 GPU = "nvidia.com/gpu"
 NIC = "example.com/nic"
+CRD = Path(__file__).parents[1] / "crds" / "noderesourcetopology" / "crd.yaml"
 NRTS = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/"
 RESERVED_MEMORY = 100 << 20  # bytes
 
@@ -53,9 +54,18 @@ class Cluster:
         self.real = real
         self.namespace = real.create_namespace(prefix)
         self.pods = f"/api/v1/namespaces/{self.namespace}/pods/"
+        self.nodes: list[str] = []
+
+    def close(self) -> None:
+        """Leaves nothing that another test's scheduler would look at."""
+        for name in self.nodes:
+            for path in (NRTS + name, f"/api/v1/nodes/{name}"):
+                self.real.request("DELETE", path)
+        self.real.request("DELETE", f"{self.pods.removesuffix('/')}?gracePeriodSeconds=0")
 
     def add_node(self, name: str, allocatable: Mapping[str, int]) -> None:
         """A Node as its kubelet would keep it."""
+        self.nodes.append(name)
         labels = {"kubernetes.io/hostname": name}
         self.real.create("/api/v1/nodes", {"metadata": {"name": name, "labels": labels}})
         self.set_allocatable(name, allocatable)
@@ -90,7 +100,7 @@ class Cluster:
         """The node of each pod, None for a pod that the scheduler has refused."""
 
         def look() -> dict[str, str | None] | None:
-            found = {}
+            found: dict[str, str | None] = {}
             for pod in self.real.get(self.pods)["items"]:
                 name = pod["metadata"]["name"]
                 if name not in names:
@@ -104,8 +114,7 @@ class Cluster:
                     found[name] = None
             return found if len(found) == len(names) else None
 
-        answer: dict[str, str | None] = scheduler.wait(look, f"no verdict on {names}", within_s)
-        return answer
+        return scheduler.wait(look, f"no verdict on {names}", within_s)
 
     def wait_placed(
         self, scheduler: Scheduler, names: Collection[str], *, within_s: float
@@ -120,8 +129,7 @@ class Cluster:
                     seen[name] = time.monotonic()
             return seen if len(seen) == len(names) else None
 
-        answer: dict[str, float] = scheduler.wait(look, f"not all of {names} placed", within_s)
-        return answer
+        return scheduler.wait(look, f"not all of {names} placed", within_s)
 
     def refusal(self, name: str) -> str:
         """Why the scheduler has refused a pod, in its words."""
@@ -269,7 +277,7 @@ def advertised(machine: Machine) -> dict[str, dict[DeviceId, tuple[NumaId, ...]]
     listed = devices(machine, {}, options=Advertising(resource=GPU)).resources
     found = {name: {d.id: d.numa for d in each} for name, each in listed.items()}
     functions = {function.address: function for function in machine.pci}
-    nics = {}
+    nics: dict[DeviceId, tuple[NumaId, ...]] = {}
     for nic in machine.nics:
         numa = functions[nic.pci].numa if nic.pci in functions else None
         if nic.physical_function is None and nic.pci is not None and numa is not None:
@@ -381,6 +389,13 @@ class RealNode:
             self.kubelet.remove(name, self.cluster.namespace)
         return admission
 
+    def try_pod(self, pod: Mapping[str, Any]) -> RealAdmission:
+        """What the kubelet would decide about a pod that was not bound to it."""
+        metadata = {**pod["metadata"], "namespace": self.cluster.namespace}
+        admission = self.kubelet.admit({**pod, "metadata": metadata})
+        self.kubelet.remove(pod["metadata"]["name"], self.cluster.namespace)
+        return admission
+
     def end_pod(self, name: str) -> None:
         self.kubelet.remove(name, self.cluster.namespace)
         self.cluster.delete(name)
@@ -397,10 +412,22 @@ class RealNode:
             if each["name"] == resource
         )
 
-    def until_told(self, *names: str) -> None:
-        """Return when the object covers exactly these running pods, all of them exclusive ones."""
-        pods = [PodName(namespace=self.cluster.namespace, name=name) for name in names]
-        self.until(lambda: fingerprint_of(self.body()) == fingerprint(pods))
+    def until_published(self, running: Collection[str]) -> None:
+        """Return when the object tells of exactly these pods, as the kubelet lists them."""
+        self.until(lambda: self.is_published(running))
+
+    def is_published(self, running: Collection[str]) -> bool:
+        told = self.pods.read() or ()
+        seen = self.agent.observation
+        if {facts.pod.name for facts in told if facts.phase == "Running"} != set(running):
+            return False
+        listed = usage.read_usage(self.channel, 5)
+        if seen is None or (seen.pods, seen.usage) != (told, listed):
+            return False
+        wanted, live = self.compose(seen)[0], self.body()
+        return bool(
+            live["zones"] == wanted["zones"] and fingerprint_of(live) == fingerprint_of(wanted)
+        )
 
     def until(self, holds: Callable[[], bool], within_s: float = 10) -> None:
         end = time.monotonic() + within_s
