@@ -156,7 +156,11 @@ class Api(Section, frozen=True, kw_only=True):
 class Fingerprint(Section, frozen=True, kw_only=True):
     method: Annotated[
         Literal["with-exclusive-resources", "all"],
-        opt("Which pods are hashed.", flag="--pods-fingerprint-method"),
+        opt(
+            "Which pods are hashed; all of them while releases of the scheduler would count "
+            "different ones.",
+            flag="--pods-fingerprint-method",
+        ),
     ] = "with-exclusive-resources"
     informer_mode: Annotated[
         Literal["Dedicated", "Shared"],
@@ -189,7 +193,7 @@ class Nrt(Section, frozen=True, kw_only=True):
     fingerprint: Fingerprint = Fingerprint()
     echo: Annotated[
         Duration,
-        opt("How long after a change that freed something waiting pods are woken; 0: never."),
+        opt("How long after a change that may make room waiting pods are woken; 0: never."),
     ] = Duration(6)
     takeover_after: Annotated[
         Duration, opt("How long a former writer must be silent before its object is taken over.")
