@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from rte.model import ContainerUse, DeviceId, PciAddress, PodName, Usage, pci_address
+from rte.model import ContainerUse, DeviceId, DeviceUse, PciAddress, PodName, Usage, pci_address
 
 # PodResources shows an allocation as soon as the kubelet has written its checkpoint; a pod that
 # is not there by then was refused after our Allocate, and there is no call that would say so.
@@ -97,12 +97,22 @@ class Held:
         self._listed: frozenset[DeviceId] = frozenset()
         self._own: dict[DeviceId, float] = {}  # by id, when it was allocated
         self.nics = NO_NICS
+        self._addresses: frozenset[PciAddress] | None = None  # of all that the kubelet can give
 
     def ids(self) -> frozenset[DeviceId]:
         """The ids in use, replicas as `<id>::<n>`."""
         oldest = self._clock() - OWN_ALLOCATION_S
         with self._lock:
             return self._listed.union(i for i, taken in self._own.items() if taken > oldest)
+
+    def offered(self, devices: Iterable[DeviceUse]) -> None:
+        """Take note of all that the kubelet can hand out, in use or not."""
+        found = (_address(device.id) for device in devices)
+        self._addresses = frozenset(address for address in found if address is not None)
+
+    def has_named(self, nics: frozenset[PciAddress]) -> bool:
+        """Whether some resource hands out any of these NICs by address; True while not known."""
+        return self._addresses is None or not nics.isdisjoint(self._addresses)
 
     def allocated(self, ids: Iterable[DeviceId]) -> None:
         """Take note of an Allocate that is being answered."""

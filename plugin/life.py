@@ -569,6 +569,7 @@ class DevicePlugin:
         ids: dict[str, set[DeviceId]] = {}
         for device in found.devices:
             ids.setdefault(device.resource, set()).add(device.id)
+        self.held.offered(found.devices)
         return {resource: frozenset(these) for resource, these in ids.items()}
 
 

@@ -186,6 +186,7 @@ class Resource:
             runner_up=choice.runner_up,
             decided_by=choice.decided_by,
             exact=choice.exact,
+            why=self._why_no_nics(tables, choice),
             took_s=time.perf_counter() - began,
         )
 
@@ -210,6 +211,11 @@ class Resource:
                 sharing=tables.sharing,
             )
         nics = self._held.nics
+        free_nics: frozenset[PciAddress] | None = None
+        if not self._held.has_named(tables.nics):
+            free_nics = frozenset()
+        elif nics.held:
+            free_nics = tables.nics - nics.held
         return choose(
             tables.graph,
             available=offered,
@@ -217,7 +223,7 @@ class Resource:
             size=size,
             explain=True,
             free=tables.healthy - held,
-            free_nics=tables.nics - nics.held if nics.held else None,
+            free_nics=free_nics,
             own_nics=nics.own,
         )
 
@@ -241,6 +247,12 @@ class Resource:
             else f"not asked: {self._why_unasked(tables, taken)}",
             took_s=time.perf_counter() - began,
         )
+
+    def _why_no_nics(self, tables: Tables, choice: Choice) -> str:
+        """That NICs did not count, where there are some; empty where they did."""
+        if choice.preference is None or not tables.nics or self._held.has_named(tables.nics):
+            return ""
+        return "NICs not counted, as no resource names them by PCI address"
 
     def _why_unasked(self, tables: Tables, taken: Sequence[DeviceId]) -> str:
         """Why the kubelet had no question: it asks only where it has a choice."""

@@ -14,7 +14,7 @@ from plugin.api import deviceplugin_pb2 as api
 from plugin.decisions import Call, Decision
 from plugin.life import ADMITTED_WITHIN_S
 from rte.commands.decided import decisions_json, decisions_text
-from rte.kubelet.usage import channel, read_usage
+from rte.kubelet.usage import channel, read_allocatable, read_usage
 from rte.model import PciAddress, PodName
 from rte.sources.recorded import read_recorded
 from tests.machines.description import FOLDER
@@ -151,6 +151,40 @@ def test_a_pod_that_only_wants_nics_does_not_draw_gpus_for_ever(run: Run) -> Non
         assert node.plugin.held.nics.own == {near}
         settle_old(node)
         assert node.plugin.held.nics == (frozenset({near}), frozenset())
+
+
+def test_nics_count_only_where_a_resource_names_them_by_address(run: Run) -> None:
+    """gpu-0 is near the only NIC. Left to others it is when others can ask for that NIC."""
+    node = run("azure-domains", {"topologyManagerPolicy": "none"})
+    assert until(lambda: not node.plugin.held.has_named(frozenset(nic_addresses(node))))
+    with SimplePlugin("rdma/shared", {"0": None, "1": None}) as shared:
+        shared.serve(node.kubelet.plugin_dir)
+        node.kubelet.wait_devices("rdma/shared", 2)
+        know_what_is_offered(node)
+        assert node.gpus(node.admit("a", {GPU: 1})) == (0,)
+        (decision,) = node.plugin.decisions
+        assert decision.why == "NICs not counted, as no resource names them by PCI address"
+        assert decision.preference is not None
+        assert decision.preference.nics == (0, 0)
+        assert f"  note     {decision.why}\n" in decisions_text([decision], None).decode()
+    node.kubelet.remove("a")
+    with SimplePlugin(VF, dict.fromkeys(nic_addresses(node), (0,))) as nics:
+        nics.serve(node.kubelet.plugin_dir)
+        node.kubelet.wait_devices(VF, 1)
+        know_what_is_offered(node)
+        assert node.gpus(node.admit("b", {GPU: 1})) == (1,)
+        decision = list(node.plugin.decisions)[-1]
+        assert decision.why == ""
+
+
+def nic_addresses(node: Node) -> list[PciAddress]:
+    return [nic.pci for nic in node.machine.nics if nic.pci is not None]
+
+
+def know_what_is_offered(node: Node) -> None:
+    """As the plugin's thread does every few seconds."""
+    with channel(node.kubelet.pod_resources) as kubelet:
+        node.plugin.held.offered(read_allocatable(kubelet, 5).devices)
 
 
 # Pairs

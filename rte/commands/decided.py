@@ -80,6 +80,8 @@ def described(decision: Decision, graph: Graph | None) -> Iterator[str]:
         )
         by = f" ({decision.decided_by})" if decision.decided_by else ""
         yield f"  because  {sentence}{by}"
+    if decision.why:
+        yield f"  note     {decision.why}"
 
 
 def moment(decision: Decision) -> str:

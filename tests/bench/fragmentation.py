@@ -38,14 +38,15 @@ Rule = Callable[[Graph, Positions, int, Random], Positions]
 
 
 def ours(graph: Graph, free: Positions, size: int, dice: Random) -> Positions:
-    available = [graph.ids[i] for i in bits(free)]
-    return graph.positions(choose(graph, available=available, size=size).chosen)
-
-
-def ours_without_nics(graph: Graph, free: Positions, size: int, dice: Random) -> Positions:
-    """As where no NIC is worth being left to others."""
+    """As where no resource names NICs by address."""
     available = [graph.ids[i] for i in bits(free)]
     return graph.positions(choose(graph, available=available, size=size, free_nics=[]).chosen)
+
+
+def ours_beside_nics(graph: Graph, free: Positions, size: int, dice: Random) -> Positions:
+    """As where pods can ask for NICs, to which single GPUs leave the GPUs near them."""
+    available = [graph.ids[i] for i in bits(free)]
+    return graph.positions(choose(graph, available=available, size=size).chosen)
 
 
 def any_free(graph: Graph, free: Positions, size: int, dice: Random) -> Positions:
@@ -113,7 +114,7 @@ def mask(positions: Sequence[int]) -> Positions:
 
 RULES: Mapping[str, Rule] = {
     "ours": ours,
-    "ours, NICs aside": ours_without_nics,
+    "ours beside NICs": ours_beside_nics,
     "NVIDIA's": nvidia,
     "random": any_free,
 }
