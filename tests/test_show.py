@@ -142,7 +142,7 @@ def test_reason_names_the_set_the_runner_up_and_the_deciding_field(
         "> leftover     NVLink 900 GB/s, NUMA 4,2, switches 2,2,1,1  "
         "NVLink 600 GB/s, NUMA 4,2, switches 2,2,2,0"
     ]
-    assert lines[-1].startswith("Decided by leftover: ")
+    assert lines[-2].startswith("Decided by leftover: ")
 
 
 def test_json_has_the_contract_s_fields(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from rte.graph.choose import Choice, choose
 from rte.graph.parts import Sharing, choose_parts
 from rte.model import DeviceId, pci_address
 from rte.view.reason import choice_document, reason
+from rte.view.rest import rest, rest_document, rest_said
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,14 +54,24 @@ def main(args: argparse.Namespace) -> int:
             raise CannotRead(f"--size {args.size}: expected at least 1")
         graph = read_source(args).graph
         choice = answer(graph, args)
+        left = rest(graph, choice.chosen, free_before(graph, args))
     except CannotRead as error:
         print(f"rte choose: {error}", file=sys.stderr)
         return 2
-    print(
-        json_text(choice_document(choice)) if args.output == "json" else reason(graph, choice),
-        end="",
-    )
+    if args.output == "json":
+        print(json_text({**choice_document(choice), "rest": rest_document(left)}), end="")
+    else:
+        print(reason(graph, choice), end="")
+        if choice.chosen:
+            print(f"For the rest of the node: {rest_said(left)}.")
     return 0
+
+
+def free_before(graph: Graph, args: argparse.Namespace) -> list[str]:
+    """The whole GPUs that are free, offered ones always; one with a used part is not free."""
+    offered = graph.ids if args.available is None else parsed(graph, args.available)
+    free = [*offered, *(parsed(graph, args.free) if args.free is not None else ())]
+    return [id for id in free if id in set(graph.ids)]
 
 
 def answer(graph: Graph, args: argparse.Namespace) -> Choice:
