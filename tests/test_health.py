@@ -17,6 +17,7 @@ import pytest
 
 from rte.discovery.reading import NvmlReading
 from rte.model import PciAddress
+from tests.bench.hang import measure
 from tests.daemon_process import ROOT, DaemonProcess
 from tests.fake_nvml import XID
 from tests.test_deploy import markdown_table
@@ -494,3 +495,18 @@ def test_pods_on_a_cordoned_gpu_stay_and_get_it_in_no_new_call(make: Make) -> No
     daemon.until_unhealthy(0)
     assert held in daemon.kubelet.devices()  # listed, so that the kubelet keeps the pod's device
     assert daemon.kubelet.allocate(held).envs["NVIDIA_VISIBLE_DEVICES"] == held
+
+
+def test_a_hang_of_nvml_costs_the_kubelets_calls_nothing(tmp_path: Path) -> None:
+    """The median; `python -m tests.bench hang` has the 99th percentile, which two cores that
+    other tests share do not."""
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        found = measure(folder, rounds=2)
+        if all(
+            hung.p50_ms <= max(1.2 * well.p50_ms, well.p50_ms + 0.2)
+            for well, hung in found.values()
+        ):
+            return
+    pytest.fail(str(found))
