@@ -21,7 +21,7 @@ from rte.graph.build import build
 from rte.graph.groups import groups
 from rte.sources import MAX_BYTES, SourceError, parse_source, read_source
 from rte.view.dot import dot
-from rte.view.nccl import NoAddresses, nccl
+from rte.view.nccl import NotForNccl, nccl
 from rte.view.svg import svg
 from rte.view.text import text
 from tests.corpus import matrices, xml_files
@@ -158,7 +158,7 @@ def outcome(content: bytes) -> None:
         text(graph, found)
         svg(graph, found)
         dot(graph, found)
-        with contextlib.suppress(NoAddresses):
+        with contextlib.suppress(NotForNccl):
             nccl(graph)
 
 

@@ -9,7 +9,7 @@ import sys
 from rte.commands.source import CannotRead, Source, add_source, read_source
 from rte.view.document import document
 from rte.view.dot import dot
-from rte.view.nccl import NoAddresses, nccl
+from rte.view.nccl import NotForNccl, nccl
 from rte.view.smi import smi
 from rte.view.svg import svg
 from rte.view.text import text
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     try:
         shown = rendered(read_source(args), args.output)
-    except (CannotRead, NoAddresses) as error:
+    except (CannotRead, NotForNccl) as error:
         print(f"rte show: {error}", file=sys.stderr)
         return 2
     print(shown, end="")

@@ -1,7 +1,8 @@
 """The machine as a topology file that NCCL can be given (NCCL_TOPO_FILE).
 
 What is not known is left out, and NCCL looks it up on the machine itself. A PCIe switch is one
-<pci>, as NCCL walks two of the kernel's steps at a time; root ports are left out.
+<pci>, as NCCL walks two of the kernel's steps at a time; root ports are left out. Files were read
+by NCCL 2.30's own parser and graph; its limits are kept here.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from rte.model import (
 )
 
 HIDDEN = "fffffff:ffff:ff"  # how NCCL spells a switch that the driver hides
+MOST_ELEMENTS = 256  # NCCL_TOPO_XML_MAX_NODES; what NCCL adds itself counts too
+LONGEST_VALUE = 255  # MAX_STR_LEN
 FASTEST_NVLINK_OF_POWER = 25_000  # MB/s a lane; what is faster to a CPU is Grace's C2C
 TCLASS = {LinkPeer.GPU: "0x030200", LinkPeer.SWITCH: "0x068000", LinkPeer.CPU: "0x068001"}
 GENERATIONS = (  # NCCL's bandwidth of a lane goes by compute capability
@@ -39,21 +42,27 @@ GENERATIONS = (  # NCCL's bandwidth of a lane goes by compute capability
 )
 
 
-class NoAddresses(ValueError):
-    """A machine whose source has no PCI addresses, by which NCCL finds everything."""
+class NotForNccl(ValueError):
+    """A machine that NCCL cannot be told of: without PCI addresses, or too large for its reader."""
 
 
 def nccl(graph: Graph) -> str:
-    """The topology file. Raises NoAddresses for a machine without them."""
+    """The topology file. Raises NotForNccl."""
     if any(is_made_up(gpu.pci) for gpu in graph.machine.gpus):
-        raise NoAddresses(
+        raise NotForNccl(
             "NCCL finds everything by PCI address, and this source has none; use NCCL's own dump, "
             "hwloc's XML or a recorded machine"
         )
-    return "".join(f"{line}\n" for line in lines(graph))
+    # All switches are one to NCCL: where room is scarce each GPU has its lanes to one.
+    for merged in (False, True):
+        found = list(lines(graph, merged=merged))
+        count = sum(not line.lstrip().startswith("</") for line in found)
+        if count <= MOST_ELEMENTS * 3 // 4 or (merged and count <= MOST_ELEMENTS):
+            return "".join(f"{line}\n" for line in found)
+    raise NotForNccl(f"{count} elements; NCCL reads at most {MOST_ELEMENTS} of a topology file")
 
 
-def lines(graph: Graph) -> Iterator[str]:
+def lines(graph: Graph, *, merged: bool) -> Iterator[str]:
     yield '<system version="1">'
     shown = [gpu.pci for gpu in graph.gpus]
     shown += [nic.pci for nic in graph.machine.nics if nic.pci and nic.physical_function is None]
@@ -67,14 +76,14 @@ def lines(graph: Graph) -> Iterator[str]:
     ):
         node = nodes.get(id) if id is not None else None
         words = {"numaid": str(-1 if id is None else id)}
-        if node and node.cpus:
-            words["affinity"] = mask(node.cpus, most=max_cpu(graph))
+        if node and node.cpus and len(said := mask(node.cpus, most=max_cpu(graph))) < LONGEST_VALUE:
+            words["affinity"] = said
         if not here.get(id):
             yield element("cpu", words, "  ", empty=True)
             continue
         yield element("cpu", words, "  ")
         for top in here[id]:
-            yield from pci(graph, top, below, "    ")
+            yield from pci(graph, top, below, "    ", merged=merged)
         yield "  </cpu>"
     yield "</system>"
 
@@ -120,18 +129,23 @@ def nested(
 
 
 def pci(
-    graph: Graph, address: PciAddress, below: Mapping[PciAddress, list[PciAddress]], indent: str
+    graph: Graph,
+    address: PciAddress,
+    below: Mapping[PciAddress, list[PciAddress]],
+    indent: str,
+    *,
+    merged: bool,
 ) -> Iterator[str]:
     device = graph.tree.devices[address]
     gpu = next((g for g in graph.gpus if g.pci == address), None)
     cards = [n for n in graph.machine.nics if n.pci == address and (n.rdma or n.netdevs)]
     inner = [
-        *(gpu_lines(gpu, graph, f"{indent}  ") if gpu else ()),
+        *(gpu_lines(gpu, graph, f"{indent}  ", merged=merged) if gpu else ()),
         *(line for nic in cards for line in nic_lines(nic, graph, f"{indent}  ")),
         *(
             line
             for member in below.get(address, ())
-            for line in pci(graph, member, below, indent + "  ")
+            for line in pci(graph, member, below, indent + "  ", merged=merged)
         ),
     ]
     yield element("pci", pci_words(device), indent, empty=not inner)
@@ -152,24 +166,38 @@ def pci_words(device: PciDevice) -> dict[str, str]:
     return words
 
 
-def gpu_lines(gpu: Gpu, graph: Graph, indent: str) -> Iterator[str]:
+def gpu_lines(gpu: Gpu, graph: Graph, indent: str, *, merged: bool) -> Iterator[str]:
     words = {} if gpu.index is None else {"dev": str(gpu.index)}
     if (generation := compute_capability(gpu)) is not None:
         words["sm"] = str(generation)
-    yield element("gpu", words, indent, empty=not gpu.links)
+    links = list(link_lines(gpu, graph, f"{indent}  ", merged=merged))
+    yield element("gpu", words, indent, empty=not links)
+    yield from links
+    if links:
+        yield f"{indent}</gpu>"
+
+
+def link_lines(gpu: Gpu, graph: Graph, indent: str, *, merged: bool) -> Iterator[str]:
+    """NCCL gives up on a link that only one end has: the smaller word of the two is written."""
+    lanes: dict[tuple[LinkPeer, str], int] = {}
     for end in gpu.links:
         if end.peer is LinkPeer.CPU and end.lane_megabytes_per_s > FASTEST_NVLINK_OF_POWER:
             chip = {"bw": str(end.lane_megabytes_per_s), "count": str(end.lanes)}
-            yield element("c2c", chip, f"{indent}  ", empty=True)
+            yield element("c2c", chip, indent, empty=True)
             continue
-        link = {
-            "target": end.remote or HIDDEN,
-            "count": str(end.lanes),
-            "tclass": TCLASS[end.peer],
-        }
-        yield element("nvlink", link, f"{indent}  ", empty=True)
-    if gpu.links:
-        yield f"{indent}</gpu>"
+        alone = merged and end.peer is LinkPeer.SWITCH
+        target = HIDDEN if alone or end.remote is None else end.remote
+        lanes[end.peer, target] = lanes.get((end.peer, target), 0) + end.lanes
+    for (peer, target), count in lanes.items():
+        both = min(count, lanes_back(graph, target, gpu)) if peer is LinkPeer.GPU else count
+        if both:
+            link = {"target": target, "count": str(both), "tclass": TCLASS[peer]}
+            yield element("nvlink", link, indent, empty=True)
+
+
+def lanes_back(graph: Graph, from_: str, gpu: Gpu) -> int:
+    other = next((g for g in graph.gpus if g.pci == from_), None)
+    return sum(e.lanes for e in other.links if e.remote == gpu.pci) if other else 0
 
 
 def compute_capability(gpu: Gpu) -> int | None:
@@ -186,6 +214,8 @@ def compute_capability(gpu: Gpu) -> int | None:
 def nic_lines(nic: Nic, graph: Graph, indent: str) -> Iterator[str]:
     yield f"{indent}<nic>"
     for port, name in enumerate(nic.rdma or nic.netdevs, start=1):
+        if not re.fullmatch(r"[\w.:\-]{1,64}", name):
+            continue  # NCCL's reader knows no escapes
         words = {"name": name, "port": str(port)}
         if nic.rate_megabits_per_s:
             words["speed"] = str(nic.rate_megabits_per_s)
