@@ -22,7 +22,8 @@ from rte.graph.preference import (
 from rte.graph.ranks import Ranks, has_nvlink
 
 STEPS = 8192
-"""Steps of a search by bottleneck, at most: some 6 ms."""
+"""Steps of a search by bottleneck, at most: some 6 ms. Above 32 GPUs all else takes longer, and
+half of them must do."""
 
 
 class TooMany(Exception):
@@ -205,7 +206,7 @@ class Search:
 
     def __init__(self, question: Question, kinds: Kinds) -> None:
         self.question = question
-        self.steps = STEPS
+        self.steps = STEPS if len(question.graph.gpus) <= 32 else STEPS // 2
         # Each class: its members in the order of use, and how many of them are required.
         alone = [
             ((1 << i,), question.required >> i & 1) for i in bits(question.available & kinds.single)
@@ -241,7 +242,8 @@ class Search:
         self.steps -= 1
         if self.steps < 0:
             raise TooMany
-        missing = self.question.size - members.bit_count()
+        size = self.question.size
+        missing = size - members.bit_count()
         if not missing:
             if not self.required_after[at]:
                 self.found.append(members)
@@ -250,16 +252,16 @@ class Search:
         if at == len(self.classes) or missing < self.required_after[at]:
             return
         order, needed = self.classes[at]
-        rest = allowed & ~members
-        if rest.bit_count() < missing:
-            return
         here = sum(order)
-        if not needed:
-            self.grow(at + 1, members, allowed & ~here | members)
+        without = allowed & ~here | members
+        if not needed and without.bit_count() >= size:
+            self.grow(at + 1, members, without)
         for count, bit in enumerate(order[:missing], 1):
             if not allowed & bit:
                 break
             members |= bit
             allowed &= self.near[bit.bit_length() - 1]
+            if allowed.bit_count() < size:
+                break
             if count >= needed:
                 self.grow(at + 1, members, allowed & ~here | members)

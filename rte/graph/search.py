@@ -102,10 +102,9 @@ def grown(question: Question, members: Positions) -> Positions:
     for j in inside:
         near |= graph.adjacent[j]
     while members.bit_count() < question.size:
-        at = max(
-            range(len(left)),
-            key=lambda n: (product >> left[n] & 1, near >> left[n] & 1, least[n], total[n]),
-        )
+        fitting = [(product >> i & 1) * 2 + (near >> i & 1) for i in left]
+        keys = list(zip(fitting, least, total, strict=True))
+        at = keys.index(max(keys))
         new = left.pop(at)
         del least[at], total[at]
         members |= 1 << new
@@ -122,16 +121,27 @@ def shrunk(question: Question, members: Positions) -> Positions:
     closeness, joined, _ = question.graph.weights
     inside = list(bits(members))
     total = [sum([joined[i][j] for j in inside]) for i in inside]
+    rows = [[closeness[i][j] for j in inside] for i in inside]
+    least = [min(row) for row in rows]
+    times = [row.count(low) for row, low in zip(rows, least, strict=True)]
+    required = [question.required >> i & 1 for i in inside]
     while len(inside) > question.size:
-        least = [min([row[j] for j in inside]) for row in (closeness[i] for i in inside)]
-        at = min(
-            (n for n, i in enumerate(inside) if not question.required >> i & 1),
-            key=lambda n: (least[n], total[n], -n),
-        )
+        keys = list(zip(required, least, total, strict=True))
+        at = keys.index(min(keys))
         gone = inside.pop(at)
-        del total[at]
+        for values in (total, least, times, required):
+            del values[at]
         members ^= 1 << gone
-        total = [a - joined[gone][i] for a, i in zip(total, inside, strict=True)]
+        row = joined[gone]
+        total = [a - row[i] for a, i in zip(total, inside, strict=True)]
+        row = closeness[gone]
+        for n, i in enumerate(inside):
+            if row[i] == least[n]:
+                times[n] -= 1
+                if not times[n]:
+                    others = [closeness[i][j] for j in inside]
+                    least[n] = min(others)
+                    times[n] = others.count(least[n])
     return members
 
 

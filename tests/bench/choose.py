@@ -54,7 +54,7 @@ def at_random(count: int) -> Lanes:
 
 
 SHAPES: Mapping[str, Callable[[int], Lanes]] = {
-    "all-to-all": all_to_all,
+    "all to all": all_to_all,
     "cube mesh": cube_mesh,
     "pairs": pairs,
     "no NVLink": no_nvlink,
