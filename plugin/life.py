@@ -16,7 +16,7 @@ import grpc
 from plugin import cdi
 from plugin.allocation import Handing, Owner, owners, read_nodes
 from plugin.decisions import JOINED_WITHIN_S, Decisions
-from plugin.devices import Advertising, Device, Known, devices, held_devices, remember
+from plugin.devices import Advertised, Advertising, Device, Known, devices, held_devices, remember
 from plugin.held import Container, Held, nic_holders, nic_use, twice_held
 from plugin.moving import Listed, pairs, settled
 from plugin.nccl import write_topology
@@ -50,6 +50,7 @@ USAGE_PAUSE_S = 0.05
 KUBELET_CALL_S = 5.0
 # How long a list may be on its way to the kubelet, and when nobody can be asked has been read.
 SENT_S, READ_S = 0.1, 1.0
+BEFORE_S = 1.0  # of each question to PodResources that a Register waits for
 # While all is well, and while a resource is not (yet) what the kubelet should see.
 CHECK_WELL_S, CHECK_ILL_S = 10.0, 1.0
 
@@ -72,6 +73,7 @@ class Options:
     compute_nics: tuple[str, ...] = ()  # patterns, as `nics.compute`
     cdi_directories: tuple[Path, ...] = (Path("/etc/cdi"), Path("/var/run/cdi"))
     cdi_nodes_only: bool = False
+    registry_dir: Path | None = None  # where the plugin watcher finds the sockets; None: Register
     nccl_topology: Callable[[Graph], str | None] | None = None
     """Makes the text of the file for `handing.nccl_topology_dir`."""
     lost_after_s: float = 10.0
@@ -139,11 +141,8 @@ class DevicePlugin:
         is too long.
         """
         options = self.options
-        if options.handing.has_cdi:
-            listed = self._cdi_listed()
-            own = cdi.wants_own(options.handing, nodes_only=options.cdi_nodes_only, listed=listed)
-            cdi.check_start(options.handing, listed, options.cdi_directories, own=own)
-        target(options.plugin_dir / KUBELET_SOCKET)
+        self._check_cdi(options)
+        target((options.registry_dir or options.plugin_dir) / KUBELET_SOCKET)
         if options.pod_resources is not None:
             self._kubelet = channel(options.pod_resources)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
@@ -152,6 +151,12 @@ class DevicePlugin:
             for registration in self.registrations.values():
                 self._register(registration)
         self._thread.start()
+
+    def _check_cdi(self, options: Options) -> None:
+        if options.handing.has_cdi:
+            listed = cdi.read_listed(options.cdi_directories)
+            own = cdi.wants_own(options.handing, nodes_only=options.cdi_nodes_only, listed=listed)
+            cdi.check_start(options.handing, listed, options.cdi_directories, own=own)
 
     def stop(self) -> None:
         """Returns when all servers have ended and their sockets are gone."""
@@ -183,6 +188,40 @@ class DevicePlugin:
         with self._lock:
             self._withheld = withheld
             self._publish_again()
+
+    def reconfigure(self, options: Options) -> Mapping[Listed, tuple[PodName, ...]]:
+        """Take other options, but for sockets and folders, which count from the next start.
+
+        Nothing is changed, and what pods hold is returned with the pods, when an id in use would
+        leave its resource. Raises CdiError when CDI is asked for and cannot work.
+        """
+        now = self.options
+        options = replace(
+            options,
+            plugin_dir=now.plugin_dir,
+            registry_dir=now.registry_dir,
+            pod_resources=now.pod_resources,
+            compute_nics=now.compute_nics,
+            dev=now.dev,
+            proc=now.proc,
+        )
+        if options == now:
+            return {}
+        if self._kubelet is not None and self._machine is not None:
+            self._read_usage(self._kubelet)
+        with self._lock:
+            if self._machine is not None:
+                wanted = pairs(self._devices(options).resources)
+                here = self._in_use()
+                lost = {p: here[p] for p in here if p in self._wanted and p not in wanted}
+                if lost:
+                    return lost
+            self._check_cdi(options)
+            self.options = options
+            self._cdi_stamps = None
+            self._publish_again()
+        log.info("the changed configuration is in force")
+        return {}
 
     def observe(self, usage: Usage, *, asked: float) -> None:
         """Take note of what PodResources shows, asked for at `asked` (monotonic seconds)."""
@@ -235,13 +274,7 @@ class DevicePlugin:
         assert self._machine is not None
         held = self.held.ids() if self._usage_seen else None
         self._known = remember(self._known, self._machine, held)
-        advertised = devices(
-            self._machine,
-            self._faults,
-            options=self.options.advertising,
-            known=self._known,
-            withheld=self._withheld,
-        )
+        advertised = self._devices(self.options)
         for sentence in advertised.left_out:
             self._say_once(sentence)
         made = self._tables(self._settled_lists(advertised.resources))
@@ -262,6 +295,16 @@ class DevicePlugin:
             for name in fresh:
                 self._register(self.registrations[name])
 
+    def _devices(self, options: Options) -> Advertised:
+        assert self._machine is not None
+        return devices(
+            self._machine,
+            self._faults,
+            options=options.advertising,
+            known=self._known,
+            withheld=self._withheld,
+        )
+
     def _settled_lists(
         self, wanted: Mapping[str, tuple[Device, ...]]
     ) -> Mapping[str, tuple[Device, ...]]:
@@ -270,7 +313,7 @@ class DevicePlugin:
         self._wanted = pairs(wanted)
         now = time.monotonic()
         gone = pairs({n: found.values() for n, found in listed.items()})
-        gone = gone - self._wanted - self._used.keys()
+        gone = gone - self._wanted - self._in_use().keys()
         self._leaving = {
             pair: at
             for pair, at in {**dict.fromkeys(gone, now), **self._leaving}.items()
@@ -279,7 +322,7 @@ class DevicePlugin:
         found = settled(
             wanted,
             listed=listed,
-            used=self._used,
+            used=self._in_use(),
             leaving=self._leaving,
             owners=owners(known.gpu for known in self._known.values()),
         )
@@ -294,6 +337,34 @@ class DevicePlugin:
         if self._leaving:
             self._check_soon()
         return found.resources
+
+    def _in_use(self) -> Mapping[Listed, tuple[PodName, ...]]:
+        """What pods hold; with our latest answers, whose pods are not known yet."""
+        held = self.held.ids() if self._usage_seen else ()
+        given: dict[Listed, tuple[PodName, ...]] = {
+            Listed(name, device.id): ()
+            for name, resource in self.resources.items()
+            for device in resource.tables.devices.values()
+            if device.id in held
+        }
+        return {**given, **self._used}
+
+    def _served_by_others(self, name: str) -> bool:
+        """Asked before a Register: whether the kubelet has healthy devices of this resource.
+
+        What pods hold is learnt here too when it is not known yet: a device that a pod has under
+        another name must not be in our first list.
+        """
+        if self._kubelet is None:
+            return False
+        try:
+            if not self._usage_seen:
+                asked = time.monotonic()
+                self.observe(read_usage(self._kubelet, BEFORE_S), asked=asked)
+            found = read_allocatable(self._kubelet, BEFORE_S)
+        except KubeletError:
+            return False  # one that starts cannot say yet
+        return any(device.resource == name for device in found.devices)
 
     def _moved(self) -> bool:
         """Whether what pods hold under other names than it should have is not what it was."""
@@ -323,7 +394,13 @@ class DevicePlugin:
         )
 
     def _registration(self, resource: Resource) -> Registration:
-        return Registration(resource, self.options.plugin_dir, on_registered=self._ask_whether_well)
+        return Registration(
+            resource,
+            self.options.plugin_dir,
+            registry_dir=self.options.registry_dir,
+            on_registered=self._ask_whether_well,
+            served=self._served_by_others,
+        )
 
     def _tables(self, lists: Mapping[str, tuple[Device, ...]]) -> Mapping[str, Tables]:
         """Tables for each resource that there is, or was: that one has an empty list."""
@@ -491,6 +568,7 @@ class DevicePlugin:
             for pair, at in tuple(self._leaving.items())
             if asked - at > (READ_S if nobody_says else SENT_S)
             and (offered is None or pair.id not in offered.get(pair.resource, ()))
+            and pair.id not in self.held.ids()
         }
         if over and kubelet is not None and offered is not None:
             self._read_usage(kubelet)  # what was given away in the last moment is in it

@@ -1,5 +1,8 @@
 """One resource's life with the kubelet: socket, server, Register, watch; and again.
 
+With the plugin watcher there is no Register: the socket lies in plugins_registry, where the kubelet
+looks, asks whose it is, and says whether it took it.
+
 The kubelet dials back while it answers Register, so the server answers before. A server registers
 once: kubelet 1.37 loses a plugin that registers twice on a live socket, so each further Register
 comes after a clean stop and a new socket.
@@ -12,6 +15,7 @@ import os
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +25,8 @@ import grpc
 
 from plugin.api import deviceplugin_pb2 as api
 from plugin.api import deviceplugin_pb2_grpc as rpc
+from plugin.api import pluginregistration_pb2 as watcher_api
+from plugin.api import pluginregistration_pb2_grpc as watcher_rpc
 from plugin.service import OPTIONS, Resource, Service
 from rte.kubelet.usage import KubeletError, channel, target
 from rte.kubelet.watch import watch
@@ -33,6 +39,10 @@ KUBELET_SOCKET = "kubelet.sock"
 REGISTER_S = 10.0
 # Files are watched; this is for a file system whose events do not come.
 CHECK_S = 5.0
+# Our own last stream may be open in the kubelet's eyes for a moment more. And a kubelet 1.37 that
+# lost a plugin shows its devices for ever, so that a socket which may be another resource's is not
+# waited for without end.
+HANDOVER_S, UNSURE_S = 0.3, 60.0
 # What is not announced by an event (a socket that is bound and not yet listened on, another
 # plugin's end) is asked for again after the first pause, then less and less often.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 1.0
@@ -53,16 +63,27 @@ class Registration:
         resource: Resource,
         plugin_dir: Path,
         *,
+        registry_dir: Path | None = None,
         on_registered: Callable[[], None] = lambda: None,
+        served: Callable[[str], bool] = lambda _: False,
     ) -> None:
+        """With `registry_dir` the plugin watcher finds the sockets there.
+
+        `served` says whether the kubelet has healthy devices of a resource that we do not serve.
+        """
         self.resource = resource
+        self.plugin_dir = plugin_dir
+        self.watched = registry_dir is not None
         self.kubelet = plugin_dir / KUBELET_SOCKET
-        self.sockets = tuple(plugin_dir / name for name in socket_names(resource.name))
+        folder = registry_dir or plugin_dir
+        self.sockets = tuple(folder / name for name in socket_names(resource.name))
         self.socket = self.sockets[0]
         self.registered_at: float | None = None  # monotonic seconds; None: not registered now
         self.kubelet_seen: Signature | None = None  # the kubelet that was registered with last
         self._kubelet_tried: Signature | None = None
         self._on_registered = on_registered
+        self._served = served
+        self._notified: watcher_api.RegistrationStatus | None = None  # by the plugin watcher
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._again: str | None = None
@@ -75,6 +96,7 @@ class Registration:
         """Raises KubeletError when the sockets' paths are too long."""
         target(self.kubelet)
         target(self._temporary())
+        target(self.sockets[-1])
         self._thread.start()
 
     def ask_to_stop(self) -> None:
@@ -118,7 +140,8 @@ class Registration:
     def run_once(self) -> str:
         """Serve, register, and stay until there is a reason to do so again, which is returned.
 
-        Raises what prevented it: OSError or RuntimeError of the socket, grpc.RpcError of Register.
+        Raises what prevented it: OSError or RuntimeError of the socket, grpc.RpcError of Register,
+        KubeletError of the plugin watcher.
         """
         kubelet = self._await_kubelet()
         if kubelet != self._kubelet_tried:  # another one has burnt no names
@@ -126,18 +149,22 @@ class Registration:
             self.socket = self.sockets[0]
         if kubelet is None or not self._await_others():
             return "stopped"
-        self._again = None
+        self._again = self._notified = None
         with self._serving() as own:
-            self._register(kubelet, own)
-            self.kubelet_seen = kubelet
-            self.registered_at = time.monotonic()
-            self.resource.counters.registrations += 1
-            log.info("%s: registered as %s", self.resource.name, self.socket.name)
-            self._on_registered()
+            if not self.watched:
+                self._register(kubelet, own)
+                self._registered(kubelet)
             try:
                 return self._stay(kubelet, own)
             finally:
                 self.registered_at = None
+
+    def _registered(self, kubelet: Signature | None) -> None:
+        self.kubelet_seen = kubelet
+        self.registered_at = time.monotonic()
+        self.resource.counters.registrations += 1
+        log.info("%s: registered as %s", self.resource.name, self.socket.name)
+        self._on_registered()
 
     def _await_kubelet(self) -> Signature | None:
         """The socket of a kubelet that answers; None when stopped before there was one."""
@@ -155,21 +182,41 @@ class Registration:
 
         Kubelets up to 1.36 stop whichever plugin is current when the stream of the other ends.
         """
-        others = [*self.sockets]
-        domain, _, short = self.resource.name.rpartition("/")
-        if domain == "nvidia.com":  # NVIDIA's own plugin has no other names
-            others.append(self.socket.with_name(f"nvidia-{short}.sock"))
+        began = time.monotonic()
+        pause_s = FIRST_PAUSE_S
         while not self._stopping.is_set():
-            other = next((path for path in others if answers(path)), None)
+            waited_s = time.monotonic() - began
+            other = self._other(sure=waited_s > UNSURE_S)
             if other is None:
                 return True
-            self._say(
-                logging.WARNING,
-                f"another device plugin answers on {other}: waiting for its end before "
-                "registering, since its end would take this one down",
-            )
-            self._wait(LONGEST_PAUSE_S / 2)
+            if waited_s > HANDOVER_S:
+                self._say(
+                    logging.WARNING,
+                    f"another device plugin answers on {other}: waiting for its end before "
+                    "registering, since its end would take this one down",
+                )
+            self._wait(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S / 2)
         return False
+
+    def _other(self, *, sure: bool) -> str | None:
+        """Where a plugin listens that serves this resource; `sure` leaves guesses out."""
+        names = [*socket_names(self.resource.name)]
+        if self.resource.name.startswith("nvidia.com/"):  # NVIDIA's own plugin has no other names
+            names.append(f"nvidia-{_short(self.resource.name)}.sock")
+        known = [*self.sockets, *(self.plugin_dir / name for name in names)]
+        found = next((path for path in known if answers(path)), None)
+        if found is not None:
+            return str(found)
+        if sure or not self._served(self.resource.name):
+            return None
+        # The kubelet has its devices and does not say from where.
+        others = sorted(
+            path
+            for path in self.plugin_dir.glob("*.sock")
+            if path.name != KUBELET_SOCKET and not path.name.startswith("rte-") and answers(path)
+        )
+        return " or ".join(map(str, others)) or None
 
     @contextmanager
     def _serving(self) -> Iterator[Signature]:
@@ -180,6 +227,8 @@ class Registration:
         )
         service = Service(self.resource)
         rpc.add_DevicePluginServicer_to_server(service, server)
+        if self.watched:
+            watcher_rpc.add_RegistrationServicer_to_server(Watched(self), server)
         # gRPC removes the path that it bound, whenever it gets to it: under a name of its own
         # that cannot be the socket that a next server has put there meanwhile.
         temporary = self._temporary()
@@ -222,8 +271,24 @@ class Registration:
 
     def _stay(self, kubelet: Signature, own: Signature) -> str:
         while (reason := self._reason(kubelet, own)) is None:
+            self._take_notice()
             self._wait(CHECK_S)
         return reason
+
+    def notify(self, status: watcher_api.RegistrationStatus) -> None:
+        """What the plugin watcher says, each kubelet anew."""
+        self._notified = status
+        self._wake.set()
+
+    def _take_notice(self) -> None:
+        status, self._notified = self._notified, None
+        if status is None:
+            return
+        if not status.plugin_registered:
+            self.registered_at = None
+            raise KubeletError("plugin watcher", f"the kubelet did not take it: {status.error}")
+        self._said = None
+        self._registered(signature(self.kubelet))
 
     def _reason(self, kubelet: Signature, own: Signature) -> str | None:
         """Why to begin again, if there is a reason."""
@@ -233,8 +298,8 @@ class Registration:
             return self._again
         if signature(self.socket) != own:
             return f"{self.socket.name} was removed (a kubelet that starts does that)"
-        if signature(self.kubelet) not in (None, kubelet):
-            return "the kubelet was restarted"
+        if not self.watched and signature(self.kubelet) not in (None, kubelet):
+            return "the kubelet was restarted"  # the watcher of the new one finds the socket
         return None
 
     @contextmanager
@@ -266,8 +331,32 @@ class Registration:
             log.log(level, "%s: %s", self.resource.name, what)
             self._said = what
 
-    def _temporary(self) -> Path:
-        return self.socket.with_name(f".{self.socket.stem}.{os.getpid()}")
+    def _temporary(self) -> Path:  # the plugin watcher passes over names with a dot
+        number = zlib.crc32(self.resource.name.encode())  # short: there are 107 bytes for the path
+        return self.socket.with_name(f".rte.{os.getpid()}.{number:08x}")
+
+
+class Watched(watcher_rpc.RegistrationServicer):
+    """What the kubelet's plugin watcher asks a socket that it found."""
+
+    def __init__(self, registration: Registration) -> None:
+        self._registration = registration
+
+    def GetInfo(
+        self, request: watcher_api.InfoRequest, context: grpc.ServicerContext
+    ) -> watcher_api.PluginInfo:
+        # No endpoint: it is this socket, whose path on the host we need not know.
+        return watcher_api.PluginInfo(
+            type="DevicePlugin",
+            name=self._registration.resource.name,
+            supported_versions=[VERSION],
+        )
+
+    def NotifyRegistrationStatus(
+        self, request: watcher_api.RegistrationStatus, context: grpc.ServicerContext
+    ) -> watcher_api.RegistrationStatusResponse:
+        self._registration.notify(request)
+        return watcher_api.RegistrationStatusResponse()
 
 
 def socket_names(resource: str) -> tuple[str, ...]:
@@ -313,7 +402,8 @@ def _is_burnt(error: Exception) -> bool:
     Kubelet 1.37 forgets to close a client when anybody registers twice for its socket, and then
     refuses the name for the rest of its life.
     """
-    return isinstance(error, grpc.RpcError) and "already connected" in (error.details() or "")
+    said = error.details() if isinstance(error, grpc.RpcError) else str(error)
+    return "already connected" in (said or "")
 
 
 def _problem(error: Exception) -> str:

@@ -54,9 +54,16 @@ class Duration(float):
         return cls(seconds)
 
 
-def opt(description: str, *, env: str | None = None, flag: str | None = None) -> msgspec.Meta:
-    """What the reference says of an option, and its other two spellings."""
-    return msgspec.Meta(description=description, extra={"env": env, "flag": flag})
+def opt(
+    description: str,
+    *,
+    env: str | None = None,
+    flag: str | None = None,
+    also: tuple[str, ...] = (),
+) -> msgspec.Meta:
+    """What the reference says of an option, and its other two spellings; `also` are further flags
+    and variables that a peer has for it."""
+    return msgspec.Meta(description=description, extra={"env": env, "flag": flag, "also": also})
 
 
 class Section(
@@ -97,13 +104,19 @@ class Kubelet(Section, frozen=True, kw_only=True):
     ] = None
     plugin_dir: Annotated[
         str | None,
-        opt("Device plugin directory; absent means device-plugins in the root directory."),
+        opt(
+            "Device plugin directory, or kubelet.sock in it; absent means device-plugins in the "
+            "root directory.",
+            env="KUBELET_SOCKET",
+            flag="--kubelet-socket",
+        ),
     ] = None
     registration: Annotated[
         Literal["register", "watcher"],
         opt(
             "How the kubelet learns of the device plugin: register calls it; watcher puts the "
-            "sockets into plugins_registry in the root directory, where the kubelet looks."
+            "sockets into plugins_registry in the root directory, where the kubelet looks.",
+            flag="--kubelet-registration",
         ),
     ] = "register"
     config_file: Annotated[
@@ -412,7 +425,11 @@ class Cdi(Section, frozen=True, kw_only=True):
     ] = False
     annotation_prefix: Annotated[
         str,
-        opt("Prefix of CDI annotations.", env="CDI_ANNOTATION_PREFIX"),
+        opt(
+            "Prefix of CDI annotations.",
+            env="CDI_ANNOTATION_PREFIX",
+            flag="--cdi-annotation-prefix",
+        ),
     ] = "cdi.k8s.io/"
     directories: Annotated[
         tuple[str, ...],
@@ -427,14 +444,33 @@ class Nvml(Section, frozen=True, kw_only=True):
             "The driver's root on the host; paths of device nodes start there.",
             env="NVIDIA_DRIVER_ROOT",
             flag="--driver-root",
+            also=("--nvidia-driver-root",),
         ),
     ] = "/"
+    dev_root: Annotated[
+        str | None,
+        opt(
+            "The host's directory that has the driver's /dev; absent: the driver's root.",
+            env="NVIDIA_DEV_ROOT",
+            flag="--dev-root",
+            also=("--nvidia-dev-root",),
+        ),
+    ] = None
+    discovery: Annotated[
+        Literal["auto", "nvml"],
+        opt(
+            "How GPUs are found; always by NVML and sysfs. There is no Tegra, WSL, vGPU or vfio.",
+            env="DEVICE_DISCOVERY_STRATEGY",
+            flag="--device-discovery-strategy",
+        ),
+    ] = "auto"
     container_driver_root: Annotated[
         str,
         opt(
             "Where the driver's root is mounted here, for driver: mounted.",
             env="CONTAINER_DRIVER_ROOT",
             flag="--container-driver-root",
+            also=("--driver-root-ctr-path", "DRIVER_ROOT_CTR_PATH"),
         ),
     ] = "/driver-root"
     library: Annotated[
@@ -548,7 +584,8 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def plugin_dir(self) -> Path:
-        return Path(self.kubelet.plugin_dir or Path(self.kubelet.root_dir, "device-plugins"))
+        found = Path(self.kubelet.plugin_dir or Path(self.kubelet.root_dir, "device-plugins"))
+        return found.parent if found.name == "kubelet.sock" else found
 
     @property
     def registry_dir(self) -> Path:
@@ -564,6 +601,15 @@ class Option(NamedTuple):
     description: str
     env: str | None
     flag: str | None
+    also: tuple[str, ...] = ()  # further flags and variables
+
+    @property
+    def envs(self) -> tuple[str, ...]:
+        return tuple(n for n in (self.env, *self.also) if n and not n.startswith("--"))
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return tuple(n for n in (self.flag, *self.also) if n and n.startswith("--"))
 
 
 @functools.cache
@@ -584,8 +630,9 @@ def _options(section: type[Section], prefix: str) -> Iterator[Option]:
         default = field.default
         if field.default_factory is not msgspec.NODEFAULT:
             default = field.default_factory()
+        extra = meta.extra
         yield Option(
-            key, hint, default, meta.description, meta.extra.get("env"), meta.extra.get("flag")
+            key, hint, default, meta.description, extra["env"], extra["flag"], extra["also"]
         )
 
 
@@ -618,26 +665,33 @@ def _type_name(hint: Any) -> str:
 def load(
     *,
     file: Path | None = None,
+    over: Path | None = None,
     environ: Mapping[str, str] = os.environ,
     flags: Mapping[str, str] | None = None,
 ) -> Config:
     """The configuration of all sources; `flags` maps dotted keys to the texts that were given.
 
+    What the file `over` says wins over `file`; either may be one of NVIDIA's device plugin.
+
     Raises ConfigError, which names the source (file, variable or flag), the dotted key and what
     was expected.
     """
     merged: dict[str, Any] = {}
-    if file is not None:
-        merged = _file(file)
-        _convert(merged, str(file))  # blame the file for its own errors
+    for source in (file, over):
+        if source is not None:
+            said = _file(source)
+            _convert(said, str(source))  # blame the file for its own errors
+            merged = _over(merged, said)
     for option in options():
-        if option.env and (text := environ.get(option.env)):
-            _set(merged, option, text, f"environment variable {option.env}")
+        for variable in option.envs:
+            if text := environ.get(variable):
+                _set(merged, option, text, f"environment variable {variable}")
+                break
     for option in options():
         if flags and option.key in flags:
             _set(merged, option, flags[option.key], f"flag {option.flag}")
     config = _convert(merged, "configuration")
-    _check(config, str(file or "configuration"))
+    _check(config, " and ".join(str(f) for f in (file, over) if f) or "configuration")
     return config
 
 
@@ -658,7 +712,31 @@ def _file(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise ConfigError("", str(path), f"must hold a mapping, not {type(data).__name__}")
-    return data
+    return _ours(data, str(path)) if "version" in data else data
+
+
+def _ours(data: dict[str, Any], source: str) -> dict[str, Any]:
+    """The file of NVIDIA's device plugin in our words."""
+    import logging  # noqa: PLC0415 - as what follows
+
+    from rte.nvidia import NvidiaError, translated  # noqa: PLC0415 - only who has such a file
+
+    try:
+        found = translated(data)
+    except NvidiaError as error:
+        raise ConfigError(error.key, source, error.problem) from error
+    for sentence in found.passed_over:
+        logging.getLogger(__name__).warning("%s: %s", source, sentence)
+    return found.ours
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both, section by section; what `above` says wins."""
+    merged = {**below, **above}
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            merged[key] = _over(below[key], value)
+    return merged
 
 
 def _set(merged: dict[str, Any], option: Option, text: str, source: str) -> None:

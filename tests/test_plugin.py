@@ -321,9 +321,9 @@ def test_a_plugin_whose_devices_the_kubelet_has_stays_registered(
 ) -> None:
     socket = tmp_path / "pr.sock"
     resources = PodResources(socket)
-    resources.allocatable.devices.append(entry(GPUS, [uuid(0)], 0))
-    plugin = start(pod_resources=socket, lost_after_s=0.1)
+    plugin = start(pod_resources=socket, lost_after_s=0.5)
     kubelet.await_register()
+    resources.allocatable.devices.append(entry(GPUS, [uuid(0)], 0))
     time.sleep(1.5)
     assert kubelet.registered.empty()
     plugin.stop()

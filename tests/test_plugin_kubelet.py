@@ -209,7 +209,7 @@ def test_a_kubelet_restart_loses_nothing_and_registers_within_a_second(run: Run)
     assert [a.admitted for a in again] == [True]
     node.kubelet.wait_devices(GPU, 8)
     assert time.monotonic() - began < 1
-    assert node.plugin.resources[GPU].counters.registrations == 2
+    assert until(lambda: node.plugin.resources[GPU].counters.registrations == 2)
     assert until(lambda: set(before) == held(node))
     after = node.gpus(node.admit("after", {GPU: 2}))
     assert not set(before) & set(after)

@@ -1,5 +1,6 @@
 """What the configuration says reaches the containers: from its text to the kubelet's calls."""
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from plugin.life import DevicePlugin
 from rte.commands.parts import plugin_options
 from rte.config import ConfigError, load
+from tests.real_kubelet import short_folder
 from tests.small_kubelet import GPUS, SmallKubelet, until
 from tests.small_machine import address, machine, slices, uuid, with_gpu
 
@@ -23,6 +25,14 @@ def configured(folder: Path, text: str) -> Any:
     file = folder / "rte.yaml"
     file.write_text(text)
     return load(file=file, environ={"KUBELET_ROOT": str(folder / "k")})
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Pytest's own is too long for sockets with long names."""
+    folder = short_folder()
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ def reference() -> str:
     """A Markdown table with a row an option."""
     rows = ["| key | type | default | variable | flag | meaning |", "|---|---|---|---|---|---|"]
     rows += [
-        f"| `{o.key}` | {type_name(o)} | {default(o)} | {code(o.env)} | {code(o.flag)} "
+        f"| `{o.key}` | {type_name(o)} | {default(o)} | {code(o.envs)} | {code(o.flags)} "
         f"| {o.description} |"
         for o in options()
     ]
@@ -45,5 +45,5 @@ def default(option: Option) -> str:
     return f"`{', '.join(value) if isinstance(value, tuple) else value}`"
 
 
-def code(text: str | None) -> str:
-    return f"`{text}`" if text else ""
+def code(words: tuple[str, ...]) -> str:
+    return ", ".join(f"`{word}`" for word in words)

@@ -7,7 +7,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from enum import Enum
@@ -62,12 +62,19 @@ class Refused(Exception):
 
 
 def run(
-    config: Config, *, publishes: bool, plugs: bool, file: Path | None = None, out: Path | None
+    config: Config,
+    *,
+    publishes: bool,
+    plugs: bool,
+    files: Sequence[Path] = (),
+    again: Callable[[], Config] | None = None,
+    out: Path | None = None,
 ) -> int:
     """Runs the roles until SIGTERM or SIGINT; the exit status.
 
-    `file` is the configuration file, whose `devices.withhold` is followed. `out` is a folder that
-    the publisher writes to in place of the API server.
+    `files` are those of the configuration: `devices.withhold` of the first is followed, and at
+    each change, and on SIGHUP, what the plugin can follow of what `again` gives. `out` is a folder
+    that the publisher writes to in place of the API server.
     """
     logging.basicConfig(
         level=config.log_level.upper(),
@@ -79,7 +86,9 @@ def run(
     told: queue.SimpleQueue[Told] = queue.SimpleQueue()
     with signals(told):
         try:
-            daemon = Daemon(config, told, publishes=publishes, plugs=plugs, file=file, out=out)
+            daemon = Daemon(
+                config, told, publishes=publishes, plugs=plugs, files=files, again=again, out=out
+            )
             daemon.start()
         except (Refused, ConfigError, CdiError, KubeletError, GroupsError, StatusError) as error:
             log.error("refusing to start: %s", error)
@@ -98,6 +107,7 @@ def signals(told: queue.SimpleQueue[Told]) -> Iterator[None]:
         signal.SIGINT: Told.STOP,
         signal.SIGUSR1: Told.RELEASE,
         signal.SIGUSR2: Told.END,
+        signal.SIGHUP: Told.CONFIGURATION,
     }
     before = {number: signal.getsignal(number) for number in meant}
     for number, word in meant.items():
@@ -134,13 +144,17 @@ class Daemon:
         *,
         publishes: bool,
         plugs: bool,
-        file: Path | None,
+        files: Sequence[Path],
+        again: Callable[[], Config] | None,
         out: Path | None,
     ) -> None:
         refuse_secrets(Path(config.kubelet.root_dir))
         self.config = config
         self.told = told
-        self.cordons = Cordons(config, file)
+        self.files = files
+        self.cordons = Cordons(config, files[0] if files else None)
+        self.again = again
+        self.refused: str | None = None  # why a changed configuration is not in force
         self.node = parts.node_name(config)
         self.outgrown: str | None = None  # why only a new container can go on
         self.graphs = Graphs(config)
@@ -225,10 +239,9 @@ class Daemon:
 
     def wait(self) -> int:
         """Does what it is told until the end; the exit status."""
-        file = self.cordons.file
         watched = None
-        if file is not None:
-            watched = watch([file], lambda _: self.told.put(Told.CONFIGURATION))
+        if self.files:
+            watched = watch(self.files, lambda _: self.told.put(Told.CONFIGURATION))
             self.told.put(Told.CONFIGURATION)  # it may have changed since it was read
         try:
             while True:
@@ -248,9 +261,29 @@ class Daemon:
                     log.info("%s", self.end_release(()).says)
                 elif word is Told.CONFIGURATION:
                     self.cordons.reload()
+                    self._reread()
         finally:
             if watched is not None:
                 watched.close()
+
+    def _reread(self) -> None:
+        """Lets the plugin follow the configuration as it is now, as a whole or not at all."""
+        if self.plugin is None or self.again is None:
+            return
+        problem = None
+        try:
+            held = self.plugin.reconfigure(parts.plugin_options(self.again()))
+        except (ConfigError, CdiError) as error:
+            problem = str(error)
+        else:
+            if held:
+                problem = (
+                    f"{parts.holders(held)}: these devices would leave their resource; let the "
+                    "pods end, or restart this agent, which waits for them device by device"
+                )
+        if problem not in (self.refused, self.cordons.problem, None):
+            log.error("the changed configuration is not taken over: %s", problem)
+        self.refused = problem
 
     def _told(self) -> Told | None:
         """The next word; None when there is none before cordons are worth a look."""
@@ -341,7 +374,7 @@ class Daemon:
             "problems": list(self.hardware.problems),
             "notReady": dict(self.not_ready()),
             "withheld": dict(self.cordons.now),
-            "configuration": self.cordons.problem,
+            "configuration": self.cordons.problem or self.refused,
             "outgrown": self.outgrown,
             "faults": {
                 f"{gpu.name} ({gpu.pci})": [msgspec.to_builtins(f) for f in found]

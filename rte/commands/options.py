@@ -8,23 +8,41 @@ from pathlib import Path
 
 from rte.config import Config, load, options, type_name
 
+# Flags of NVIDIA's device plugin that change nothing here; docs/migrate.md says why.
+PASSED_OVER = (
+    "--fail-on-init-error",
+    "--mps-root",
+    "--nvidia-ctk-path",
+    "--nvidia-cdi-hook-path",
+    "--cdi-feature-flags",
+    "--cdi-disable-hooks",
+)
+
 
 def add_options(parser: argparse.ArgumentParser, *, only: tuple[str, ...] = ("",)) -> None:
     """--config and a flag for each option that has one and whose key starts with one of `only`."""
     parser.add_argument(
         "--config",
-        "--config-file",
         metavar="FILE",
-        default=os.environ.get("RTE_CONFIG") or os.environ.get("CONFIG_FILE"),
+        default=os.environ.get("RTE_CONFIG"),
         help="configuration file (YAML); also RTE_CONFIG",
     )
+    parser.add_argument(
+        "--config-file",
+        metavar="FILE",
+        default=os.environ.get("CONFIG_FILE"),
+        help="a second configuration file, which wins, such as that of NVIDIA's device plugin; "
+        "also CONFIG_FILE",
+    )
+    for flag in PASSED_OVER:
+        parser.add_argument(flag, nargs="?", dest="passed_over", help=argparse.SUPPRESS)
     for option in options():
         if option.flag is None or not option.key.startswith(only):
             continue
         # A boolean flag alone means true, as in the peers' manifests.
         optional = {"nargs": "?", "const": "true"} if type_name(option) == "boolean" else {}
         parser.add_argument(
-            option.flag,
+            *option.flags,
             dest=option.key,
             metavar="BOOL" if optional else "VALUE",
             default=argparse.SUPPRESS,
@@ -37,4 +55,13 @@ def configuration(args: argparse.Namespace) -> Config:
     """The effective configuration; raises ConfigError."""
     given = vars(args)
     flags = {option.key: given[option.key] for option in options() if option.key in given}
-    return load(file=Path(args.config) if args.config else None, flags=flags)
+    return load(
+        file=Path(args.config) if args.config else None,
+        over=Path(args.config_file) if args.config_file else None,
+        flags=flags,
+    )
+
+
+def files(args: argparse.Namespace) -> tuple[Path, ...]:
+    """The configuration files."""
+    return tuple(Path(name) for name in (args.config, args.config_file) if name)

@@ -14,12 +14,13 @@ from plugin.allocation import Handing, Strategy, missing_channels, read_nodes
 from plugin.devices import Advertising, Device, MigStrategy
 from plugin.life import DevicePlugin
 from plugin.life import Options as PluginOptions
+from plugin.moving import Listed
 from rte.config import Config, ConfigError
 from rte.discovery.faults import FaultRules, parse_fault_rules
 from rte.graph.build import Graph
 from rte.graph.parts import Sharing
 from rte.kubelet.usage import KubeletError
-from rte.model import DeviceUse, NumaId, Policy, base_units, pci_address
+from rte.model import DeviceUse, NumaId, PodName, Policy, base_units, pci_address
 
 if TYPE_CHECKING:
     from rte.publish.apply import ApiServer
@@ -50,13 +51,14 @@ def plugin_options(config: Config) -> PluginOptions:
     try:
         options = PluginOptions(
             plugin_dir=config.plugin_dir,
+            registry_dir=config.registry_dir if config.kubelet.registration == "watcher" else None,
             pod_resources=config.pod_resources_socket,
             advertising=advertising(config),
             handing=Handing(
                 strategies=frozenset(map(Strategy, devices.device_list_strategy)),
                 ids=devices.device_id_strategy,
                 device_specs=devices.pass_device_specs,
-                dev_root=config.nvml.driver_root,
+                dev_root=config.nvml.dev_root or config.nvml.driver_root,
                 cdi_annotation_prefix=config.cdi.annotation_prefix,
                 imex_channels=config.imex.channel_ids,
                 gdrcopy=devices.gdrcopy_enabled,
@@ -110,6 +112,15 @@ def nccl_topology(graph: Graph) -> str | None:
 def advertised(plugin: DevicePlugin) -> tuple[DeviceUse, ...]:
     """What the plugin of this process lists to the kubelet, healthy or not."""
     return uses((name, r.tables.devices.values()) for name, r in plugin.resources.items())
+
+
+def holders(held: Mapping[Listed, tuple[PodName, ...]]) -> str:
+    """Who holds what, for people."""
+    return "; ".join(
+        f"{pair.id} ({pair.resource}) is in use"
+        + "".join(f" by {pod.namespace}/{pod.name}" for pod in pods)
+        for pair, pods in sorted(held.items())
+    )
 
 
 def uses(resources: Iterable[tuple[str, Iterable[Device]]]) -> tuple[DeviceUse, ...]:

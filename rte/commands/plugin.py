@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from rte.commands.daemon import run
-from rte.commands.options import add_options, configuration
+from rte.commands.options import add_options, configuration, files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,6 +17,6 @@ def main(args: argparse.Namespace) -> int:
         configuration(args),
         publishes=False,
         plugs=True,
-        file=Path(args.config) if args.config else None,
-        out=None,
+        files=files(args),
+        again=lambda: configuration(args),
     )

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from rte.commands.daemon import run
-from rte.commands.options import add_options, configuration
+from rte.commands.options import add_options, configuration, files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +21,7 @@ def main(args: argparse.Namespace) -> int:
         configuration(args),
         publishes=True,
         plugs=True,
-        file=Path(args.config) if args.config else None,
+        files=files(args),
+        again=lambda: configuration(args),
         out=Path(args.out) if args.out else None,
     )
