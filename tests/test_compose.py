@@ -13,7 +13,8 @@ from rte.graph.build import build
 from rte.model import Allocatable, Machine, NvLinkEnd, Observation, Policy, Usage
 from rte.sources.recorded import read_recorded
 
-MACHINE = read_recorded(Path(__file__).parent / "machines/pcie-a100-pairs")
+MACHINES = Path(__file__).parent / "machines"
+MACHINE = read_recorded(MACHINES / "pcie-a100-pairs")
 UID = "6f1f3b1c-0d1e-4f6e-9a51-000000000001"
 
 
@@ -139,3 +140,72 @@ def test_a_feature_file_that_cannot_be_written_stops_nothing_and_is_said_once(
     for _ in range(2):
         assert "NodeResourceTopology" in bodies(made)
     assert caplog.text.count("cannot be written") == 1
+
+
+# Groups by configuration
+
+
+def groups_of(text: str, machine: str) -> dict[str, dict[str, Any]]:
+    """Group by name, as GPUFabric has it, held to say what the topology's zones say."""
+    found = bodies(composer(text), read_recorded(MACHINES / machine))
+    zones = found["NodeResourceTopology"]["zones"]
+    groups = {group["name"]: group for group in found["GPUFabric"]["status"]["groups"]}
+    assert {z["name"] for z in zones if z["type"] == "NVLinkGroup"} == set(groups)
+    return groups
+
+
+def sizes(groups: dict[str, dict[str, Any]]) -> dict[str, tuple[int, str]]:
+    return {name: (len(group["gpus"]), group["shape"]) for name, group in groups.items()}
+
+
+def test_groups_are_all_that_reach_each_other_or_all_that_are_linked() -> None:
+    """DGX-1: two fully linked quads, each GPU linked to its like in the other."""
+    assert sizes(groups_of("{}", "dgx1-v100")) == {"group-0": (8, "partial")}
+    assert sizes(groups_of("groups: {by: clique}", "dgx1-v100")) == {
+        "group-0": (4, "mesh"),
+        "group-1": (4, "mesh"),
+    }
+    with pytest.raises(msgspec.ValidationError, match=r"groups\.by"):
+        configured("groups: {by: ring}")
+
+
+def test_the_operator_s_names_are_in_every_object_and_label() -> None:
+    gpus = MACHINE.gpus
+    ring = f"ring-0: ['{gpus[0].pci}', '{gpus[2].pci}', '{gpus[4].pci}', '{gpus[6].pci}']"
+    text = f"{{groups: {{names: {{{ring}}}}}, labels: {{write: node}}}}"
+    assert sizes(groups_of(text, "pcie-a100-pairs")) == {
+        "ring-0": (4, "partial"),  # two pairs, as the operator wishes
+        "group-0": (2, "mesh"),
+        "group-1": (2, "mesh"),
+    }
+    node = bodies(composer(text))["Node"]["metadata"]["labels"]
+    assert node["hardware.nvlink.group"] == "ring-0"
+    assert node["hardware.nvlink.group-size"] == "4"
+    assert node["hardware.nvlink.shape"] == "partial"
+
+
+def test_a_configured_group_outlives_its_links_and_is_degraded() -> None:
+    gpus = MACHINE.gpus
+    made = composer(f"groups: {{names: {{ring-0: ['{gpus[0].pci}', '{gpus[2].pci}']}}}}")
+    bodies(made)
+    broken = replace(
+        MACHINE, gpus=tuple(replace(g, links=()) if g.number in (0, 2) else g for g in gpus)
+    )
+    group = bodies(made, broken)["GPUFabric"]["status"]["groups"][0]
+    assert (group["name"], len(group["gpus"])) == ("ring-0", 2)
+    assert len(group["degraded"]) == 2
+
+
+def test_the_fabric_s_domain_is_named_where_the_fabric_is_complete() -> None:
+    machine = read_recorded(MACHINES / "gb200-tray")
+    made = composer("labels: {write: node}")
+    (group,) = bodies(made, machine)["GPUFabric"]["status"]["groups"]
+    fabric = machine.gpus[0].fabric
+    assert fabric is not None
+    assert group["domain"] == f"{fabric.cluster}.{fabric.clique}"
+    labels = bodies(made, machine)["Node"]["metadata"]["labels"]
+    assert labels["hardware.nvlink.domain"] == group["domain"]
+    # H100 completes its fabric with a cluster UUID of zeros, which names none.
+    (alone,) = groups_of("{}", "hgx-h100-oci").values()
+    assert not alone.get("domain")
+    assert sizes({"": alone}) == {"": (8, "mesh")}
