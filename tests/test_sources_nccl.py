@@ -116,6 +116,24 @@ def test_grace_reaches_its_cpu_by_c2c() -> None:
     assert (end.peer, end.lanes, end.lane_megabytes_per_s) == (LinkPeer.CPU, 10, 44_712)
 
 
+def test_parts_of_a_gpu_are_one_gpu() -> None:
+    """Vera Rubin's dumps have a <gpu> for each part that CUDA shows."""
+    link = "<nvlink target='fffffff:ff:ff.0' count='36' tclass='0x068000'/>"
+    two = gpu("0000:01:00.0", link).replace(
+        "</gpu>", f"</gpu><gpu dev='0' mlopart='1'>{link}</gpu>"
+    )
+    machine = read(f"<cpu numaid='0'>{two}</cpu>")
+    assert [sum(end.lanes for end in g.links) for g in machine.gpus] == [36]
+    assert any("mlopart" in said for said in machine.unknown)
+
+
+def test_a_nic_that_is_listed_below_each_cpu_is_one() -> None:
+    nic = "<nic><net name='eth0' dev='0' speed='10000' port='0'/></nic>"
+    machine = read(f"<cpu numaid='0' affinity='0xff'>{nic}</cpu><cpu numaid='1'>{nic}</cpu>")
+    assert [one.name for one in machine.nics] == ["eth0"]
+    assert machine.numa_nodes[0].cpus == tuple(range(8))
+
+
 def test_a_file_made_by_hand_says_little_and_what_it_does_not_say_is_said() -> None:
     flat = parse_source(xml_files()["nccl/azure-ndv4-topo.xml"], "flat")
     graph = build(flat)

@@ -142,6 +142,49 @@ Legend:
     assert relations(build(machine)).matrix[0] == ("X", "SYS", "PHB", "SYS")
 
 
+FOUND_ELSEWHERE = {
+    "a report that aligned the columns with more tabs": (
+        "\t\tGPU0\tGPU1\tGPU2\tmlx5_0\tCPU Affinity    NUMA Affinity\n"
+        "GPU0\t X \t\tNV1\t    NV2\t\tNODE\t0-23,48-71\t\t0\n"
+        "GPU1\tNV1\t \tX \t\tNV1\t\tNODE\t0-23,48-71\t\t0\n"
+        "GPU2\tNV2\t\tNV1\t \tX \t\tPIX\t\t24-47,72-95\t\t1\n"
+        "mlx5_0\tNODE\tNODE\tPIX\t\tX \t\n",
+        {"GPU0": 0, "GPU1": 0, "GPU2": 1},
+    ),
+    "a list item, then a code block": (
+        "- **topology:** \tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n\n```\n"
+        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
+        "GPU0\t X \tSYS\t0,2,4,6,8,10\t0\t\tN/A\nGPU1\tSYS\t X \t1,3,5,7,9,11\t1\t\tN/A\n```\n",
+        {"GPU0": 0, "GPU1": 1},
+    ),
+    "a sentence that names GPUs": (
+        "- Topology: PCIe only (PHB between GPU0/GPU1; no NVLink) - see nvidia-smi topo -m\n"
+        "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
+        "GPU0\t X \tPHB\t0-23\t0\t\tN/A\nGPU1\tPHB\t X \t0-23\t0\t\tN/A\n",
+        {"GPU0": 0, "GPU1": 0},
+    ),
+    "tabs and blanks mixed": (
+        "\t   GPU0\tGPU1 GPU2\nGPU0\t X \tPIX\t PHB\nGPU1\tPIX\t X \t PHB\n"
+        "GPU2\tPHB\tPHB\t X \nLegend:\n  X    = Self\n",
+        {},
+    ),
+    "one GPU between the sections of a bug report": (
+        "triton: 3.4.0\nNVIDIA Topology: \n\tGPU0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\n"
+        "GPU0\t X \t0-25\t0\t\tN/A\n\nLegend:\n\n  X    = Self\n",
+        {"GPU0": 0},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FOUND_ELSEWHERE)
+def test_what_people_wrote_around_and_into_it(what: str) -> None:
+    text, nodes = FOUND_ELSEWHERE[what]
+    matrix = parse_matrix(text)
+    assert matrix.numa == nodes
+    assert matrix.repairs == ()
+    assert len(matrix.cells) == len(matrix.names) * (len(matrix.names) - 1)
+
+
 def test_pcie_matrix_does_not_say_that_there_is_no_nvlink() -> None:
     without = PAIRS.replace("NV4", "PIX")
     assert any("topo -mp" in said for said in parse_smi(without).unknown)
@@ -195,6 +238,8 @@ def test_products_uuids_and_driver_are_taken_from_a_list_beside_the_matrix() -> 
     assert {gpu.product for gpu in machine.gpus} == {"NVIDIA B200"}
     assert machine.driver == "550.54.15"
     assert machine.gpus[0].links[0].lane_megabytes_per_s == 50_000
+    together = parse_smi("GPU 0,1,2,3: NVIDIA H20\nGPU 0,1,2,3 Compute Capability: 9.0\n" + PAIRS)
+    assert {gpu.product for gpu in together.gpus} == {"NVIDIA H20"}
     lacking = parse_smi(beside.replace("GPU 3", "GPU 9") + PAIRS)
     assert {gpu.uuid for gpu in lacking.gpus} == {None}
 

@@ -106,7 +106,7 @@ def read_cpu(cpu: Element, found: Found) -> None:
         if child.tag == "pci":
             read_pci(child, found, node, None, "")
         elif child.tag == "nic":
-            read_nets(child, found, None)
+            read_nets(child, found)
         elif child.tag == "pcilink":
             found.unknown.append("links between PCIe switches (pcilink) are left out")
 
@@ -168,6 +168,10 @@ def note_kind(element: Element, found: Found, address: PciAddress) -> None:
                 found, element, f"a GPU of vendor {device.vendor:#06x}; only NVIDIA's are supported"
             )
         found.gpus[address] = gpu
+        if len(list(element.all("gpu"))) > 1:
+            found.unknown.append(
+                "parts of GPUs (mlopart) that CUDA shows apart: counted as one GPU"
+            )
     elif device.is_gpu:
         found.bare.append(address)
     elif device.class_code >> 16 == 0x02 or any(element.all("nic")):
@@ -184,14 +188,14 @@ def note_kind(element: Element, found: Found, address: PciAddress) -> None:
         found.classless.append(address)
 
 
-def read_nets(nic: Element, found: Found, pci: PciAddress | None) -> None:
-    """A <nic> directly below a <cpu> is no PCI function; NCCL puts it below the first CPU."""
+def read_nets(nic: Element, found: Found) -> None:
+    """A <nic> directly below a <cpu> is no PCI function; NCCL puts it below one or all."""
     for net in nic.all("net"):
         name = net.get("name")
-        if name:
+        if name and not any(one.pci is None and one.netdevs == (name,) for one in found.nics):
             found.nics.append(
                 Nic(
-                    pci=pci,
+                    pci=None,
                     kind="virtual",
                     netdevs=(name,),
                     rate_megabits_per_s=fastest([net], found),
@@ -268,6 +272,8 @@ def affinity(cpu: Element, found: Found) -> tuple[CpuId, ...]:
     if not text:
         return ()
     words = text.split(",")
+    if len(words) == 1:
+        words[0] = words[0].removeprefix("0x")
     if len(words) > 1024 or not all(re.fullmatch("[0-9a-fA-F]{1,8}", word) for word in words):
         raise refused(
             found, cpu, f"affinity {text[:40]!r}: expected hexadecimal words such as 0000ffff"

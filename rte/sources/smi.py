@@ -513,6 +513,9 @@ def values(titles: Sequence[str], tail: str) -> Mapping[str, str]:
     if "\t" in tail:
         fields = [part.strip() for part in tail.strip(" ").split("\t")]
         fields = fields[1:] if not fields[0] else fields
+        full = [part for part in fields if part]
+        if len(full) == len(titles):
+            return dict(zip(titles, full, strict=True))
         # The widest title is two tab stops wide: NUMA Affinity, or CPU Affinity before GPU NUMA ID.
         if len(fields) > len(titles) and len(titles) > 1 and not fields[len(titles) - 1]:
             fields.pop(len(titles) - 1)
@@ -572,12 +575,14 @@ def listed_gpus(lines: Sequence[Line], matrix: Matrix) -> Listed:
     drivers: set[str] = set()
     for line in lines:
         listed = re.fullmatch(
-            r"\s*GPU ([0-9]{1,3}): ([^()]{3,80}?)\s*(?:\(UUID: (GPU-[0-9a-f\-]{36})\))?\s*",
+            r"\s*GPU ([0-9]{1,3}(?:, ?[0-9]{1,3})*): ([^():]{3,80}?)\s*"
+            r"(?:\(UUID: (GPU-[0-9a-f\-]{36})\))?\s*",
             line.text,
         )
         if listed:
-            products.setdefault(f"GPU{int(listed[1])}", set()).add(listed[2])
-            uuids.setdefault(f"GPU{int(listed[1])}", set()).add(listed[3] or "")
+            for number in listed[1].split(","):
+                products.setdefault(f"GPU{int(number)}", set()).add(listed[2])
+                uuids.setdefault(f"GPU{int(number)}", set()).add(listed[3] or "")
         if driver := re.search(r"(?i)driver version\s*:\s*([0-9]+(?:\.[0-9]+)+)", line.text):
             drivers.add(driver[1])
     named = all(len(products.get(gpu, ())) == 1 for gpu in matrix.gpus)
