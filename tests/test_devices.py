@@ -181,6 +181,36 @@ def test_a_fault_reaches_all_slices_and_replicas() -> None:
     assert found.resources[GPUS][0].healthy
 
 
+@pytest.mark.parametrize(
+    ("instance", "compute", "expected"),
+    [
+        pytest.param(None, None, ["xid-94"] * 6, id="of the GPU"),
+        pytest.param(1, None, [None, None, "xid-94", "xid-94", None, None], id="of an instance"),
+        pytest.param(
+            1, 0, [None, None, "xid-94", "xid-94", None, None], id="of all of its compute"
+        ),
+        pytest.param(1, 5, [None] * 6, id="of other compute of it"),
+        pytest.param(9, None, [None] * 6, id="of an instance that is gone"),
+    ],
+)
+def test_a_fault_of_a_gpu_instance_is_one_of_its_slices_and_their_replicas(
+    instance: int | None, compute: int | None, expected: list[str | None]
+) -> None:
+    cut = mig(["1g.10gb"] * 3, None)
+    first = cut.gpus[0].slices[0].gpu_instance
+    fault = Fault(
+        severity=FaultClass.WITHHOLD,
+        reason="xid-94",
+        gpu_instance=None if instance is None else first + instance,
+        compute_instance=compute,
+    )
+    options = Advertising(mig=MigStrategy.MIXED, replicas={"nvidia.com/mig-1g.10gb": 2})
+    found = devices(cut, {address(0): (fault,)}, options=options)
+    assert [d.unhealthy for d in found.resources["nvidia.com/mig-1g.10gb"]] == expected
+    whole = devices(cut, {address(0): (fault,)}, options=Advertising())
+    assert whole.resources[GPUS][0].unhealthy == "xid-94", "the whole GPU has all instances"
+
+
 @pytest.mark.parametrize("name", [uuid(1), address(1)], ids=["by id", "by PCI address"])
 def test_a_cordoned_gpu_is_withheld(name: str) -> None:
     found = devices(machine(), {}, options=Advertising(), withheld={name: "wrong cable"})

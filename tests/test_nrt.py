@@ -433,6 +433,29 @@ def test_gpu_zones_say_what_they_are_and_carry_no_resources() -> None:
     assert all("resources" not in z for z in found["zones"] if z["type"] != "Node")
 
 
+def test_cordons_and_faults_of_slices_are_the_gpus_health() -> None:
+    part = MigSlice(
+        id=DeviceId("MIG-1"), profile="1g.10gb", memory_bytes=1, gpu_instance=3, compute_instance=0
+    )
+    cut = replace(PAIRS.gpus[2], mig_enabled=True, slices=(part,), links=())
+    machine = replace(PAIRS, gpus=(*PAIRS.gpus[:2], cut, PAIRS.gpus[3]))
+    one = Fault(severity=FaultClass.WITHHOLD, reason="xid-94", gpu_instance=3)
+    for withheld, faults, expected in [
+        ({"GPU-0": "fan"}, {}, {"gpu-0": ("unhealthy", "withheld")}),
+        ({PAIRS.gpus[1].pci: "fan"}, {}, {"gpu-1": ("unhealthy", "withheld")}),
+        ({"MIG-1": "test"}, {}, {"gpu-2": ("degraded", "withheld")}),
+        ({"MIG-1": "test"}, {cut.pci: (one,)}, {"gpu-2": ("degraded", "withheld,xid-94")}),
+        ({"elsewhere": "-"}, {PAIRS.gpus[3].pci: (one,)}, {"gpu-3": ("unhealthy", "xid-94")}),
+    ]:
+        found = body(replace(look(machine=machine, faults=faults), withheld=withheld))
+        said = {f"gpu-{i}": attributes(zone(found, f"gpu-{i}")) for i in range(4)}
+        assert {
+            name: (values["health"], values["healthReason"])
+            for name, values in said.items()
+            if values["health"] != "healthy"
+        } == expected
+
+
 def test_a_lost_gpu_keeps_its_zone_and_says_so() -> None:
     lost = replace(PAIRS.gpus[1], uuid=None, lost="fell off the bus", links=())
     machine = replace(PAIRS, gpus=(PAIRS.gpus[0], lost, *PAIRS.gpus[2:]))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from rte.discovery.nvml_worker import Child, ChildFailed, NvmlUnavailable, NvmlWorker, lines
@@ -418,3 +419,23 @@ def test_the_library_is_found_below_a_driver_root(
     assert folders_below(root) == (root / "usr/lib64",)
     env = {**driver.env, "LD_LIBRARY_PATH": ""}
     assert make(env=env, library_folders=lambda: folders_below(root)).reading() == PAIR
+
+
+def test_why_clocks_are_held_down_is_read(make: Make, driver: Driver) -> None:
+    hot = msgspec.structs.replace(PAIR.gpus[0], clock_events=0x44)
+    reading = msgspec.structs.replace(PAIR, gpus=(hot, PAIR.gpus[1]))
+    driver.write(reading)
+    assert make().reading() == reading
+
+
+def test_where_nvml_lies_is_asked_anew_for_each_worker(make: Make, driver: Driver) -> None:
+    """A driver container puts its library there when it likes, and another with each version."""
+    folders: list[tuple[Path, ...]] = [(), (driver.library.library_dir,)]
+    env = {**driver.env, "LD_LIBRARY_PATH": ""}
+    worker = make(env=env, library_folders=lambda: folders.pop(0), retry_s=(0.01, 0.01))
+    with pytest.raises(NvmlUnavailable):
+        worker.reading()
+    assert worker.failure_code == 12
+    time.sleep(0.02)
+    assert worker.reading() == PAIR
+    assert worker.failure_code is None

@@ -317,7 +317,8 @@ def event_again(
         sign = sign or "it was lost, and answers again"
     if seen.answer is None:
         return replace(known, sign=sign, ended_s=None)
-    if known.xid not in rules.enabled_xids and is_read(known.xid, seen.answer):
+    enabled = rules.all_xids_enabled or known.xid in rules.enabled_xids
+    if not enabled and is_read(known.xid, seen.answer):
         return None
     _, _, pending, failed = seen.answer.remap or (0, 0, False, False)
     if asks_reset(seen.answer):
