@@ -178,6 +178,11 @@ REFUSED = {
         one("<xgmi target='0000:02:00.0'/>"),
         "AMD GPUs",
     ),
+    "AMD's generation": (
+        "<cpu numaid='0'><pci busid='0000:1d:00.0' class='0x038000'><gpu dev='0' sm='64' "
+        "gcn='906'/></pci></cpu>",
+        "AMD GPUs",
+    ),
     "an AMD GPU": (one("", vendor="0x1002"), "vendor 0x1002"),
     "an address": (f"<cpu numaid='0'>{gpu('somewhere')}</cpu>", "busid 'somewhere': expected"),
     "an address twice": (

@@ -85,11 +85,9 @@ def check_is_topology(root: Element, name: str) -> None:
             "that is not NCCL's format, whose <system> has <cpu> elements"
         )
     for element in root.walk():
-        if element.tag == "xgmi" or (
-            element.tag == "gpu" and re.match("gfx|amdgcn", element.get("gcn"))
-        ):
+        if element.tag == "xgmi" or (element.tag == "gpu" and element.get("gcn")):
             raise SourceError(
-                f"{name}: line {element.line}: a topology of AMD GPUs (RCCL's xGMI); "
+                f"{name}: line {element.line}: a topology of AMD GPUs, for RCCL; "
                 "only NVIDIA's are supported"
             )
 
