@@ -350,9 +350,9 @@ def links(
         if not 0 < count <= MOST_LANES:
             raise refused(found, child, f"count {count}: expected 1 to {MOST_LANES} lanes")
         if end is None:
-            found.unknown.append(
-                f"{near}: {count} NVLinks lead to {child.get('target')[:20]!r}, no GPU of this file"
-            )
+            whom = child.get("target")[:20]
+            where = "itself" if whom == near else f"{whom!r}, no GPU of this file"
+            found.unknown.append(f"{near}: {count} NVLinks lead to {where}")
             continue
         lanes[end] = lanes.get(end, 0) + count
     for child in element.all("c2c"):
