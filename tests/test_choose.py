@@ -297,47 +297,6 @@ def test_compute_nics_are_the_most_common_rate_without_divided_cards() -> None:
     assert [nic.name for nic in graph.nics] == ["mlx5_2"]
 
 
-# Public complaints (repository#number), each by the machine that it came from
-
-
-def test_a_pair_without_a_recorded_link_is_the_worst_not_the_best() -> None:
-    """ROCm/k8s-device-plugin#210: two islands; a missing edge weighed nothing and won."""
-    islands = dict.fromkeys(combinations(range(4), 2), 1)
-    islands |= {(a + 4, b + 4): 1 for a, b in combinations(range(4), 2)}
-    graph = build(meshed(8, islands))
-    for size in (2, 3, 4):
-        chosen = choose(graph, available=graph.ids, size=size).chosen
-        assert len({graph.position[id] // 4 for id in chosen}) == 1
-
-
-def test_partner_of_a_taken_gpu_goes_first() -> None:
-    """NVIDIA/k8s-device-plugin#1193: single GPUs in turn break two of four pairs, not four."""
-    graph = build(meshed(8, {(0, 5): 4, (1, 4): 4, (2, 7): 4, (3, 6): 4}))
-    free = list(graph.ids)
-    for _ in range(4):
-        free.remove(choose(graph, available=free, size=1).chosen[0])
-    whole = [
-        pair for pair in [(0, 5), (1, 4), (2, 7), (3, 6)] if {f"GPU-{i}" for i in pair} <= {*free}
-    ]
-    assert len(whole) == 2
-
-
-def test_linked_neighbours_are_chosen_when_an_index_is_taken() -> None:
-    """NVIDIA/k8s-device-plugin#39: 0 is taken; 2,3 rather than 1,2."""
-    graph = build(meshed(4, {(0, 1): 2, (2, 3): 2}))
-    available = ["GPU-1", "GPU-2", "GPU-3"]
-    assert choose(graph, available=available, size=2).chosen == ("GPU-2", "GPU-3")
-
-
-def test_numa_counts_where_all_relations_are_equal() -> None:
-    """NVIDIA/go-gpuallocator#17: 8 GPUs, all SYS to each other, on two sockets."""
-    machine = meshed(8, sockets=2)
-    pairs = permutations((gpu.pci for gpu in machine.gpus), 2)
-    graph = build(replace(machine, levels=dict.fromkeys(pairs, Level.SYS)))
-    chosen = choose(graph, available=["GPU-3", "GPU-4", "GPU-6", "GPU-7"], size=3, explain=True)
-    assert (chosen.chosen, chosen.decided_by) == (("GPU-4", "GPU-6", "GPU-7"), "numa_spread")
-
-
 def test_fewer_numa_nodes_beat_smaller_distances() -> None:
     """0 and 1 share a node that is far from the others, which have nodes near each other."""
     machine = meshed(5, sockets=4)
@@ -362,42 +321,6 @@ def test_fewer_numa_nodes_beat_smaller_distances() -> None:
     assert choice.preference is not None
     assert choice.preference.numa_spread == (-2, -(10 + 40 + 40))
     assert choice.chosen == ("GPU-0", "GPU-1", "GPU-2")
-
-
-def test_small_requests_keep_a_socket_whole() -> None:
-    """pytorch/ci-infra#696: small jobs on both sockets, then 4-GPU jobs are refused in a loop."""
-    graph = build(meshed(8, dict.fromkeys(combinations(range(8), 2), 18), sockets=2))
-    free = list(graph.ids)
-    for size in (1, 2, 1):
-        for id in choose(graph, available=free, size=size).chosen:
-            free.remove(id)
-    assert free == ["GPU-4", "GPU-5", "GPU-6", "GPU-7"]
-
-
-def test_count_that_does_not_divide_the_offer_is_served() -> None:
-    """NVIDIA/go-gpuallocator PR 80: 5 GPUs, three asked, one linked pair: two and a nil came."""
-    graph = build(meshed(5, {(1, 4): 12}))
-    assert choose(graph, available=graph.ids, size=3).chosen == ("GPU-0", "GPU-1", "GPU-4")
-
-
-def test_ends_that_disagree_break_nothing() -> None:
-    """NVIDIA/k8s-device-plugin#448: asymmetric link counts panicked."""
-    machine = meshed(4, {(0, 1): 4, (2, 3): 4})
-    one_sided = replace(machine.gpus[0], links=())
-    graph = build(replace(machine, gpus=(one_sided, *machine.gpus[1:])))
-    assert choose(graph, available=graph.ids, size=2).chosen == ("GPU-2", "GPU-3")
-    assert graph.suspects == 0b11
-
-
-def test_a_lost_gpu_is_simply_not_there() -> None:
-    """NVIDIA/k8s-device-plugin#231, #2038: one lost GPU refused every pod, of the others too."""
-    machine = meshed(4, {(0, 1): 4, (2, 3): 4})
-    lost = replace(machine.gpus[1], uuid=None, lost="GPU is lost", links=())
-    graph = build(replace(machine, gpus=(machine.gpus[0], lost, *machine.gpus[2:])))
-    available = ["GPU-0", "GPU-1", "GPU-2", "GPU-3"]  # the kubelet may not know yet
-    assert choose(graph, available=available, size=2).chosen == ("GPU-2", "GPU-3")
-    assert choose(graph, available=available, size=1).chosen == ("GPU-0",)
-    assert choose(graph, available=available, size=4).chosen == ("GPU-0", "GPU-2", "GPU-3")
 
 
 # Beyond 16 GPUs
