@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from rte.graph.build import build
 from rte.graph.groups import groups
 from rte.model import DeviceId, Level, LinkPeer, NumaSource
+from rte.sources.matrix import Matrix, parse_matrix
 from rte.sources.problem import SourceError
-from rte.sources.smi import Matrix, parse_matrix, parse_smi
+from rte.sources.smi import parse_smi
 from rte.view.relations import relations
 from rte.view.smi import smi
 from tests.corpus import matrices
