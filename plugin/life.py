@@ -340,7 +340,7 @@ class DevicePlugin:
 
     def _in_use(self) -> Mapping[Listed, tuple[PodName, ...]]:
         """What pods hold; with our latest answers, whose pods are not known yet."""
-        held = self.held.ids() if self._usage_seen else ()
+        held = self.held.ids() - {pair.id for pair in self._used} if self._usage_seen else ()
         given: dict[Listed, tuple[PodName, ...]] = {
             Listed(name, device.id): ()
             for name, resource in self.resources.items()
