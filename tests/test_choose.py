@@ -163,6 +163,13 @@ def test_a_worse_link_never_improves_a_set_in_the_fields_up_to_total(seed: int) 
         assert bad[: FIELDS.index("total") + 1] <= good[: FIELDS.index("total") + 1]
 
 
+@settings(quick, max_examples=60)
+@given(seed=st.integers(0, 2**32))
+def test_answer_is_that_of_brute_force(seed: int) -> None:
+    _, graph, question = drawn(seed)
+    compare(graph, Brute(graph.machine), question)
+
+
 # Rules of the design, each by the smallest machine on which it matters
 
 

@@ -98,11 +98,12 @@ def settle_old(node: Node) -> None:
     node.plugin.observe(usage, asked=time.monotonic() + ADMITTED_WITHIN_S + 1)
 
 
-def test_nics_and_gpus_of_one_container_in_both_orders(run: Run) -> None:
+@pytest.mark.parametrize("policy", ["none", "single-numa-node"])
+def test_nics_and_gpus_of_one_container_in_both_orders(run: Run, policy: str) -> None:
     """The kubelet asks for a container's resources in random order. Where the NIC is given first
     and PodResources shows it in time, the GPU is one near it; where the GPU comes first, a single
     one is taken from where no NIC is free."""
-    node = run("hgx-h100-oci", {"topologyManagerPolicy": "none"})
+    node = run("hgx-h100-oci", {"topologyManagerPolicy": policy})
     # The container's NIC is the one below gpu-2's switch.
     near = "0000:41:00.0"
     seen: dict[str, tuple[int, ...]] = {}
