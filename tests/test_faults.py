@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -551,6 +553,33 @@ def test_what_events_told_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert read_fault_file(tmp_path / "faults.json", boot="another", rules=RULES) is None
     assert read_fault_file(tmp_path / "nothing", boot="b", rules=RULES) is None
     assert [path.name for path in tmp_path.iterdir()] == ["faults.json"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda text: text[:-20], id="cut short"),
+        pytest.param(lambda text: b"\xff\xfe" + text, id="not text"),
+        pytest.param(lambda text: text.replace(b'"events"', b'"evens"'), id="a foreign field"),
+        pytest.param(lambda text: text.replace(b"0000:17", b"seventeen"), id="no PCI address"),
+        pytest.param(lambda text: text.replace(b'"version":1', b'"version":2'), id="of later"),
+        pytest.param(lambda text: text + b" " * (1 << 20), id="larger than any"),
+        pytest.param(lambda text: b"", id="empty"),
+    ],
+)
+def test_a_damaged_file_is_an_error_that_names_it(
+    tmp_path: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    named = replace_struct(reading(), gpus=(replace_struct(reading().gpus[0], uuid="GPU-0"),))
+    memory = with_reading(FaultMemory(), WELL, named, RULES, now_s=0)
+    text = fault_text(with_event(memory, xid(48), RULES), boot="b")
+    file = tmp_path / "faults.json"
+    file.write_bytes(text)
+    assert read_fault_file(file, boot="b", rules=RULES) is not None
+    assert damage(text) != text
+    file.write_bytes(damage(text))
+    with pytest.raises(FaultFileError, match=re.escape(str(file))):
+        read_fault_file(file, boot="b", rules=RULES)
 
 
 @given(text=st.binary(max_size=400) | st.text(max_size=400).map(str.encode))
