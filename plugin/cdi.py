@@ -208,6 +208,18 @@ def write_spec(spec: Mapping[str, Any], directory: Path) -> Path | None:
     return path
 
 
+def remove_spec(directory: Path) -> Path | None:
+    """Our specification's path when it was there and is gone now; others' are left alone."""
+    path = directory / OWN_FILE
+    try:
+        if f"{OWN_KIND}=" not in "\n".join(parse_names(_read(path), yaml=False)):
+            return None
+        path.unlink()
+    except (OSError, ValueError):
+        return None
+    return path
+
+
 def _gpus(listed: Listed) -> bool:
     return any(name.startswith(f"{TOOLKIT_VENDOR}/gpu=") for name in listed.names)
 

@@ -171,6 +171,7 @@ class DevicePlugin:
             registration.stop()
         if self._thread.is_alive():
             self._thread.join()
+        self._remove_spec()
 
     def update(self, machine: Machine, faults: Faults, *, graph: Graph | None = None) -> None:
         """Take a changed machine or changed faults; `graph` spares building the machine's again."""
@@ -437,7 +438,7 @@ class DevicePlugin:
     ) -> tuple[Mapping[DeviceId, str], tuple[str, ...]]:
         options = self.options
         listed = self._cdi_listed()
-        own = cdi.wants_own(options.handing, nodes_only=options.cdi_nodes_only, listed=listed)
+        own = self._wants_own_spec()
         ids = dict.fromkeys(d.holds for found in lists.values() for d in found)
         ours: frozenset[str] = frozenset()
         if own:
@@ -456,6 +457,20 @@ class DevicePlugin:
                     f"`{cdi.MAKE_GPUS}`"
                 )
         return names, cdi.extra_names(options.handing, listed)
+
+    def _remove_spec(self) -> None:
+        """Our specification goes when it is not wanted (any more) and no pod has what it names:
+        a container that starts again is given the names that it was given first."""
+        if self._usage_seen and not self._in_use():
+            path = cdi.remove_spec(self.options.cdi_directories[-1])
+            if path is not None:
+                log.info("%s is removed: no pod needs it", path)
+
+    def _wants_own_spec(self) -> bool:
+        options = self.options
+        return options.handing.has_cdi and cdi.wants_own(
+            options.handing, nodes_only=options.cdi_nodes_only, listed=self._cdi_listed()
+        )
 
     def _cdi_listed(self) -> cdi.Listed:
         """What the specifications list, read again only when one has changed."""
@@ -527,6 +542,8 @@ class DevicePlugin:
         if kubelet is not None and (self._usage_due.is_set() or now >= self._usage_at):
             self._usage_due.clear()
             self._read_usage(kubelet)
+            if not self._wants_own_spec():
+                self._remove_spec()
             soon = self.held.nics.own or self.decisions.waiting
             self._usage_at = now + (USAGE_SOON_S if soon else USAGE_POLL_S)
         self._log_decisions(wait_s=self._join_s)

@@ -353,7 +353,8 @@ class Devices(Section, frozen=True, kw_only=True):
         str | None,
         opt(
             "Folder of the host, mounted here at the same path, for a topology file that NCCL in "
-            "the containers is given (NCCL_TOPO_FILE); absent: none."
+            "the containers is given (NCCL_TOPO_FILE); absent: none.",
+            flag="--nccl-topology-dir",
         ),
     ] = None
     cuda_order: Annotated[
@@ -421,7 +422,10 @@ class Imex(Section, frozen=True, kw_only=True):
 class Cdi(Section, frozen=True, kw_only=True):
     nodes_only: Annotated[
         bool,
-        opt("Write a CDI specification of device nodes only; CUDA images then need a libcuda."),
+        opt(
+            "Write a CDI specification of device nodes only; CUDA images then need a libcuda.",
+            flag="--cdi-nodes-only",
+        ),
     ] = False
     annotation_prefix: Annotated[
         str,

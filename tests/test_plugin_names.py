@@ -115,7 +115,7 @@ def test_a_change_of_names_while_it_runs_is_refused_with_the_pods_that_would_los
     assert set(node.offered()) == {GPU}
     node.kubelet.remove("train")
     assert plugin.reconfigure(options) == {}
-    seen = set()
+    seen: set[str] = set()
     while RING not in seen:
         offered = node.offered()
         seen |= offered.keys()
