@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from rte.discovery.fault_file import read_fault_file
 from rte.discovery.faults import FaultRules
-from rte.discovery.hardware import Hardware, Snapshot
+from rte.discovery.hardware import DOUBT_S, Hardware, Snapshot
 from rte.discovery.nvml_worker import NvmlWorker
 from rte.discovery.reading import NvmlReading
 from rte.discovery.udev import UdevError, UdevWatch
@@ -366,3 +367,44 @@ def test_stopping_does_not_wait_for_a_reading_that_hangs(make: Make) -> None:
     site.hardware.stop()
     assert time.monotonic() - began < 3
     assert site.driver.sessions() == 0
+
+
+def test_gpus_that_nvml_calls_lost_are_lost_at_once_and_a_silence_is_doubted_first(
+    make: Make,
+) -> None:
+    site = make()
+    site.hardware.start()
+    site.next()
+    site.driver.control("lost * 999")
+    began = time.monotonic()
+    site.hardware.wake()
+    assert all(gpu.lost for gpu in site.next().machine.gpus)
+    assert time.monotonic() - began >= DOUBT_S
+    site.driver.control()
+    site.hardware.wake()
+    site.next()
+    site.driver.control("lost *")
+    began = time.monotonic()
+    site.hardware.wake()
+    assert all(gpu.lost for gpu in site.next().machine.gpus)
+    assert time.monotonic() - began < DOUBT_S
+
+
+def test_an_event_before_the_first_reading_is_not_taken_for_one_of_another_driver(
+    make: Make, tmp_path: Path
+) -> None:
+    site = make(state=tmp_path)
+    site.driver.control("call nvmlSystemGetDriverVersion fail 999")
+    site.hardware.start()
+    until(lambda: site.hardware.looks >= 2)
+    site.driver.event(1, XID, 48)
+    site.driver.control()
+    site.hardware.wake()
+    site.next()
+    site.driver.event(1, XID, 79)
+    until(lambda: b"xid-79" in (tmp_path / "faults.json").read_bytes())
+    memory = read_fault_file(
+        tmp_path / "faults.json", boot=str(site.hardware.boot), rules=FaultRules()
+    )
+    assert memory == site.hardware.memory
+    assert all(known.sign is None for row in memory.gpus.values() for known in row.events)

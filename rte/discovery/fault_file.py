@@ -87,7 +87,7 @@ def read_fault_file(path: Path, *, boot: str, rules: FaultRules) -> FaultMemory 
         found = {pci_address(row.pci): remembered(row, rules) for row in kept.gpus}
     except ValueError as error:
         raise FaultFileError(path, f"is damaged: {error}") from error
-    return FaultMemory(load=kept.load, gpus=found) if kept.boot == boot else None
+    return FaultMemory(load=kept.load or None, gpus=found) if kept.boot == boot else None
 
 
 def remembered(row: GpuRow, rules: FaultRules) -> GpuMemory:

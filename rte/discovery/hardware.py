@@ -36,6 +36,7 @@ from rte.discovery.fault_file import (
     write_fault_file,
 )
 from rte.discovery.faults import (
+    RESET_ENDS,
     FaultMemory,
     FaultRules,
     faults,
@@ -252,7 +253,8 @@ class Hardware:
             self.doubted_since = None
             return None
         had = answering(before) & answering(replace(before, drivers=self.read.drivers))
-        if answering(self.read) or not had:
+        certain = any(gpu.error in RESET_ENDS for gpu in self.read.reading.gpus)
+        if answering(self.read) or certain or not had:
             self.doubted_since = None
             return None
         now_s = self.clock()
