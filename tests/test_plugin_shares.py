@@ -81,6 +81,7 @@ def test_a_nic_that_another_pod_holds_is_not_counted_for_gpus(run: Run) -> None:
         both = node.admit("both", {GPU: 1, VF: 2})
         assert node.gpus(both) == (0,)
         assert until(lambda: node.plugin.held.nics == (frozenset(below_gpu_1), frozenset()))
+        know_what_is_offered(node)
         # Two want NICs, so gpu-1 is of no use to them; one wants none, and it is just right.
         assert node.gpus(node.admit("two", {GPU: 2})) == (2, 3)
         decision = list(node.plugin.decisions)[-1]
