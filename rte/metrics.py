@@ -103,6 +103,7 @@ METRICS = (
         "1 for each cordoned device, by id or PCI address, with the operator's reason.",
     ),
     Named("rte_nvml_reading_age_seconds", "gauge", (), "Since NVML last answered in full."),
+    Named("rte_nvml_released", "gauge", (), "1 while NVML is closed on request (rte release)."),
     Named("rte_nvml_worker_starts_total", "counter", (), "Worker processes started for NVML."),
     Named("rte_nvml_worker_resident_bytes", "gauge", (), "Resident memory of the NVML worker."),
     # The device plugin
@@ -186,6 +187,8 @@ class Worker(Protocol):
     def age_s(self) -> float | None: ...
     @property
     def starts(self) -> int: ...
+    @property
+    def released(self) -> bool: ...
     def rss_bytes(self) -> int | None: ...
 
 
@@ -331,6 +334,7 @@ def hardware_metrics(snapshot: Snapshot) -> Iterator[Metric]:
 def worker_metrics(worker: Worker) -> Iterator[Metric]:
     if (age_s := worker.age_s) is not None:
         yield _gauge("rte_nvml_reading_age_seconds", [((), age_s)])
+    yield _gauge("rte_nvml_released", [((), int(worker.released))])
     yield _counter("rte_nvml_worker_starts_total", [((), worker.starts)])
     if (resident := worker.rss_bytes()) is not None:
         yield _gauge("rte_nvml_worker_resident_bytes", [((), resident)])

@@ -440,13 +440,14 @@ def test_cordons_and_faults_of_slices_are_the_gpus_health() -> None:
     cut = replace(PAIRS.gpus[2], mig_enabled=True, slices=(part,), links=())
     machine = replace(PAIRS, gpus=(*PAIRS.gpus[:2], cut, PAIRS.gpus[3]))
     one = Fault(severity=FaultClass.WITHHOLD, reason="xid-94", gpu_instance=3)
-    for withheld, faults, expected in [
+    rows: list[tuple[dict[str, str], Any, dict[str, tuple[str, str]]]] = [
         ({"GPU-0": "fan"}, {}, {"gpu-0": ("unhealthy", "withheld")}),
         ({PAIRS.gpus[1].pci: "fan"}, {}, {"gpu-1": ("unhealthy", "withheld")}),
         ({"MIG-1": "test"}, {}, {"gpu-2": ("degraded", "withheld")}),
         ({"MIG-1": "test"}, {cut.pci: (one,)}, {"gpu-2": ("degraded", "withheld,xid-94")}),
         ({"elsewhere": "-"}, {PAIRS.gpus[3].pci: (one,)}, {"gpu-3": ("unhealthy", "xid-94")}),
-    ]:
+    ]
+    for withheld, faults, expected in rows:
         found = body(replace(look(machine=machine, faults=faults), withheld=withheld))
         said = {f"gpu-{i}": attributes(zone(found, f"gpu-{i}")) for i in range(4)}
         assert {

@@ -247,7 +247,7 @@ def test_the_hardware_is_measured() -> None:
     slow = Fault(severity=FaultClass.DEGRADED, reason="link")
     faults = {address(0): (slow, lost), address(1): (slow,)}
     hardware = SimpleNamespace(latest=SimpleNamespace(machine=machine(), faults=faults))
-    worker = SimpleNamespace(age_s=3.0, starts=2, rss_bytes=lambda: 1 << 20)
+    worker = SimpleNamespace(age_s=3.0, starts=2, released=True, rss_bytes=lambda: 1 << 20)
     samples = measured(hardware=hardware, worker=worker)
     expected = {
         'rte_gpus{health="healthy"}': 2,
@@ -256,6 +256,7 @@ def test_the_hardware_is_measured() -> None:
         'rte_gpus{health="info"}': 0,
         'rte_gpu_fault{gpu="gpu-0",reason="lost",severity="withhold"}': 1,
         "rte_nvml_reading_age_seconds": 3,
+        "rte_nvml_released": 1,
         "rte_nvml_worker_starts_total": 2,
         "rte_nvml_worker_resident_bytes": 1 << 20,
     }
@@ -312,7 +313,7 @@ def test_every_metric_of_the_list_is_given_and_no_other() -> None:
             version="1",
             publisher=publisher(),
             hardware=SimpleNamespace(latest=SimpleNamespace(machine=machine(), faults={})),
-            worker=SimpleNamespace(age_s=3.0, starts=2, rss_bytes=lambda: 1),
+            worker=SimpleNamespace(age_s=3.0, starts=2, released=False, rss_bytes=lambda: 1),
             plugin=plugin(),
             plugin_buckets_s=(0.001, 0.003),
             disagreement=lambda: False,
