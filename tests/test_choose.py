@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rte.graph.build import Graph, build
 from rte.graph.choose import Choice, Preference, asked, choose
-from rte.graph.preference import bits, compared
+from rte.graph.preference import Question, bits, preference, sort_key
 from rte.graph.search import searched
 from rte.model import Fabric, FabricState, Level, LinkPeer, Machine, NumaId, NvLinkEnd
 from tests.brute import FIELDS, Brute
@@ -355,6 +355,10 @@ def test_sets_that_the_bottleneck_tells_apart_are_found_exactly(size: int) -> No
     graph = too_many_kinds()
     question = {"available": graph.ids, "size": size, "required": graph.ids[7 : 7 + size % 2]}
     compare(graph, Brute(graph.machine), question)
+
+
+def compared(question: Question, members: int) -> tuple[Any, ...]:
+    return sort_key(question, preference(question, members))
 
 
 @pytest.mark.parametrize("seed", range(20))

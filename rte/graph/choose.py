@@ -5,7 +5,7 @@ Pure, and the same answer for the same question.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +18,11 @@ from rte.graph.preference import (
     Preference,
     Question,
     bits,
-    compared,
     fields,
     is_alike,
     near_nics,
     preference,
+    sort_key,
 )
 from rte.graph.search import searched
 from rte.model import DeviceId, PciAddress
@@ -83,8 +83,7 @@ def choose(
     )
     if not question.size:
         return Choice(chosen=(), exact=True, preference=None, considered=0)
-    found, exact, considered = best(question, 2 if explain else 1)
-    return answer(question, found, exact=exact, considered=considered)
+    return answer(question, best(question, 2 if explain else 1))
 
 
 def asked(
@@ -118,23 +117,22 @@ def asked(
     )
 
 
-def answer(
-    question: Question, found: Sequence[Positions], *, exact: bool, considered: int
-) -> Choice:
-    first = preference(question, found[0])
+def answer(question: Question, found: Found) -> Choice:
+    chosen, *others = found.sets
+    first = preference(question, chosen)
     runner_up = None
     decided_by = None
-    if len(found) > 1:
-        second = preference(question, found[1])
-        runner_up = RunnerUp(ids(question.graph, found[1]), second)
+    if others:
+        second = found.known.get(others[0]) or preference(question, others[0])
+        runner_up = RunnerUp(ids(question.graph, others[0]), second)
         decided_by = next(
             name for name in fields(question) if getattr(first, name) != getattr(second, name)
         )
     return Choice(
-        chosen=ids(question.graph, found[0]),
-        exact=exact,
+        chosen=ids(question.graph, chosen),
+        exact=found.exact,
         preference=first,
-        considered=considered,
+        considered=found.considered,
         nics_lead=question.nics_lead,
         runner_up=runner_up,
         decided_by=decided_by,
@@ -148,13 +146,19 @@ def ids(graph: Graph, members: Positions) -> tuple[DeviceId, ...]:
 # The search
 
 
-def best(question: Question, wanted: int) -> tuple[list[Positions], bool, int]:
-    """The best one or two sets, whether they are proven to be, and the number of sets there are.
+class Found(NamedTuple):
+    """What a search came to."""
 
-    Of a bounded search the number is of those that it looked at.
-    """
+    sets: list[Positions]  # the best one or two
+    exact: bool  # whether the first is proven to be the best
+    considered: int  # the sets there are; of a bounded search those that it looked at
+    known: Mapping[Positions, Preference]  # what has been worked out on the way
+
+
+def best(question: Question, wanted: int) -> Found:
+    """The best one or two sets."""
     if question.size == question.available.bit_count():
-        return [question.available], True, 1
+        return Found([question.available], True, 1, {})
     kinds = Kinds.of(question)
     first = led_by_nics if question.nics_lead else first_runs
     found = first(question, partial(runs, question, kinds), wanted)
@@ -163,14 +167,14 @@ def best(question: Question, wanted: int) -> tuple[list[Positions], bool, int]:
     if not found:
         met, considered = searched(question)
         found = first(question, lambda: iter(met), wanted)
+    known: dict[Positions, Preference] = {}
     if wanted > 1:
         rivals = [*found[1:], *kinds.variants(found[0])]
-        found[1:] = (
-            [max(rivals, key=lambda members: compared(question, members))]
-            if len(rivals) > 1
-            else rivals
-        )
-    return found[:wanted], exact, considered
+        if len(rivals) > 1:
+            known = {members: preference(question, members) for members in rivals}
+            rivals = [max(rivals, key=lambda members: sort_key(question, known[members]))]
+        found[1:] = rivals
+    return Found(found[:wanted], exact, considered, known)
 
 
 def number_of_sets(question: Question) -> int:

@@ -145,12 +145,9 @@ def fields(question: Question) -> tuple[str, ...]:
     return ("alike", "nics", *(name for name in names if name not in {"alike", "nics"}))
 
 
-def compared(question: Question, members: Positions) -> tuple[object, ...]:
-    """The preference of a set as a sort key."""
-    full = preference(question, members)
-    if not question.nics_lead:
-        return full
-    return (full.alike, full.nics, *full[1:])
+def sort_key(question: Question, full: Preference) -> tuple[object, ...]:
+    """A preference in the order in which the question's fields are compared."""
+    return (full.alike, full.nics, *full[1:]) if question.nics_lead else full
 
 
 def bits(members: Positions) -> Iterator[int]:
