@@ -105,7 +105,12 @@ class ControlServer:
             asked = msgspec.json.decode(read_line(connection), type=Asked)
         except msgspec.MsgspecError as error:
             return Answer(ok=False, says=f"not understood: {error}")
-        return self.answer(asked)
+        try:
+            return self.answer(asked)
+        except Exception as error:
+            # The thread must not end: a release may be what is needed most now.
+            log.exception("control: %s could not be answered; this is a bug", asked.do)
+            return Answer(ok=False, says=f"{error!r}; this is a bug, see the log")
 
 
 def ask(path: Path, asked: Asked, *, timeout_s: float = CONNECTION_S) -> Answer:

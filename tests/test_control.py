@@ -88,3 +88,19 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         ControlServer(tmp_path / "gone", echo).start()
     with pytest.raises(ControlError, match="no daemon answers"):
         ask(tmp_path / NAME, Asked(do="state"))
+
+
+def test_a_bug_in_an_answer_does_not_end_the_answering(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(asked: Asked) -> Answer:
+        if asked.do == "end":
+            raise KeyError("gpu")
+        return echo(asked)
+
+    server = ControlServer(tmp_path, broken)
+    server.start()
+    assert not ask(server.path, Asked(do="end")).ok
+    assert ask(server.path, Asked(do="state")).ok
+    server.stop()
+    assert "this is a bug" in caplog.text

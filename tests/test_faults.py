@@ -331,7 +331,7 @@ def test_an_xid_after_the_evidence_starts_anew() -> None:
         pytest.param("all", "all", {13, 48, 79}, set(), id="all are enabled"),
     ],
 )
-def test_nvidias_variables_say_which_xids_count(
+def test_plugin_1335_and_1340_nvidias_variables_say_which_xids_count(
     disable: str, enable: str, counting: set[int], ignored: set[int]
 ) -> None:
     rules = parse_fault_rules(disable, enable)
@@ -486,7 +486,7 @@ def test_a_gpu_in_the_place_of_another_inherits_nothing_and_the_other_takes_its_
         pytest.param(154, {}, True, id="154 where it is not"),
     ],
 )
-def test_an_xid_that_announces_a_state_counts_only_where_the_state_is_not_read(
+def test_plugin_1974_an_xid_that_announces_a_state_counts_only_where_the_state_is_not_read(
     number: int, answer: dict[str, Any], counts: bool
 ) -> None:
     memory = with_event(well_at(FaultMemory(), 0), xid(number), RULES)

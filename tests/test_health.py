@@ -170,7 +170,7 @@ def test_plugin_1929_an_xid_reaches_every_slice_and_an_instances_own_only_its_sl
 # The fabric
 
 
-@pytest.mark.parametrize("state", [1, 2], ids=["not started", "in progress"])
+@pytest.mark.parametrize("state", [1, 2], ids=["operator 1043, no fabric manager", "in progress"])
 def test_gpu_operator_2781_a_b200_whose_fabric_is_stuck_gets_no_work_so_no_cuda_802(
     make: Make, state: int
 ) -> None:
@@ -503,7 +503,7 @@ def test_a_removed_file_keeps_the_cordons(make: Make) -> None:
     assert daemon.unhealthy() == [5]
 
 
-def test_pods_on_a_cordoned_gpu_stay_and_get_it_in_no_new_call(make: Make) -> None:
+def test_kubernetes_60388_pods_on_a_gpu_that_turned_unhealthy_stay(make: Make) -> None:
     daemon = make()
     held = str(daemon.gpus[0].uuid)
     daemon.pods.pods["training"] = (held,)

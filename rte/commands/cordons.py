@@ -35,6 +35,8 @@ class Cordons:
 
         Only `devices.withhold` is taken over; the rest of the file counts from the next start.
         """
+        if self.file is None:
+            return
         try:
             fresh = load(file=self.file, environ={})
         except ConfigError as error:

@@ -195,7 +195,8 @@ class Hardware:
         waits = [
             self.interval_s,
             self.worker.retry_in_s() if self.unasked is None else None,
-            next_end_s(self.memory, self.rules, now_s=self.clock()),
+            # Without a reading nothing ends, and looking again at once would be for nothing.
+            next_end_s(self.memory, self.rules, now_s=self.clock()) if self.is_fresh else None,
             1.0 if self.doubted_since is not None else None,
             self.injection.wait_s if self.injection else None,
         ]
