@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace, ink: Ink) -> None:
     pods = given(args.pods or [EXAMPLES / f"{name}.yaml" for name in PODS])
     machine = read_folder(args.machine)
     with ExitStack() as ends:
-        ends.enter_context(terminated())
+        step = ends.enter_context(interruptible())
         folder = ends.enter_context(temporary_folder())
         out = folder / "objects" if args.out is None else new_folder(args.out)
         node = DemoNode(
@@ -130,12 +130,16 @@ def run(args: argparse.Namespace, ink: Ink) -> None:
         ends.callback(node.stop)
         show = Demo(node, ink)
         show.machine(args.machine)
+        step()
         node.start()
+        step()
         show.started()
         for pod in pods:
             show.admit(pod.spec)
+            step()
         show.published()
         show.files(kept=args.out is not None or args.stay)
+        step()
         if args.stay:
             manifests = folder / "pods" if args.out is None else out / "pods"
             Stay(show, pods, manifests).run()
@@ -183,17 +187,28 @@ def temporary_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def terminated() -> Iterator[None]:
-    """SIGTERM ends as Ctrl-C does, so that nothing is left behind."""
+def interruptible() -> Iterator[Callable[[], None]]:
+    """Yields a function to call between two steps, which raises KeyboardInterrupt after SIGINT or
+    SIGTERM: within a step an exception would leave servers and threads behind. A second signal
+    does not wait for the step's end.
+    """
+    told = []
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    def tell(*_: object) -> None:
+        told.append(True)
+        if len(told) > 1:
+            raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    def step() -> None:
+        if told:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, tell) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield step
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # What is printed
