@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import queue
 import re
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -579,13 +579,17 @@ class Stay:
         ]
         for label, words in places:
             ink.labelled(label, words, room=14)
-        stop = threading.Event()
+        # Not an Event: set by a signal in the middle of its own wait, it can lock itself up.
+        told: queue.SimpleQueue[int] = queue.SimpleQueue()
         handlers = {
-            number: signal.signal(number, lambda *_: stop.set())
+            number: signal.signal(number, lambda number, _: told.put(number))
             for number in (signal.SIGINT, signal.SIGTERM)
         }
         try:
-            while not stop.wait(LOOK_S):
+            while True:
+                with suppress(queue.Empty):
+                    told.get(timeout=LOOK_S)
+                    break
                 self.look()
         finally:
             for number, handler in handlers.items():
