@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 import grpc
 
+from rte.kubelet.ended import ENDED, with_ended
 from rte.kubelet.plausible import Doubt, Look, Patience, doubt
 from rte.kubelet.policy import PolicyError
 from rte.kubelet.state import (
@@ -193,8 +194,6 @@ class Pacer:
 
 
 # What is not as it should be
-
-ENDED = frozenset({"Succeeded", "Failed"})  # phases of pods that hold nothing any more
 
 UNREADY = frozenset({"kubelet", "hardware", "policy", "API server", "agent"})
 HANGS_S = 180.0
@@ -500,13 +499,12 @@ class Agent:
     def _observe(self, now: float) -> Observation | None:
         """All that is known of the node, or None while it is not to be published."""
         snapshot = self._hardware.latest
-        look = Look(
-            usage=read_usage(self.kubelet.channel, self.kubelet.timeout_s),
-            allocatable=read_allocatable(self.kubelet.channel, self.kubelet.timeout_s),
-            handed_out=self._handed_out(),
-        )
+        usage = read_usage(self.kubelet.channel, self.kubelet.timeout_s)
+        allocatable = read_allocatable(self.kubelet.channel, self.kubelet.timeout_s)
+        handed_out, pods = self._handed_out(), self._sources.pods()
+        usage = with_ended(usage, handed_out, allocatable=allocatable, pods=pods)
+        look = Look(usage=usage, allocatable=allocatable, handed_out=handed_out)
         self.problems.end("kubelet")
-        pods = self._sources.pods()
         found = doubt(
             look,
             before=self._believed,

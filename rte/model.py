@@ -411,6 +411,9 @@ class PodUse:
 
     pod: PodName
     containers: tuple[ContainerUse, ...] = ()  # in the kubelet's order
+    ended: tuple[ContainerUse, ...] = ()
+    """Init containers that have ended and what they hold, which is the pod's until it ends.
+    PodResources does not list them; the kubelet's files do."""
     cpus: tuple[CpuId, ...] = ()  # pod-level, from PodResources' newer fields
     memory: tuple[MemoryBlock, ...] = ()
 
@@ -420,12 +423,16 @@ class Usage:
     """PodResources List: all pods the kubelet runs, by name."""
 
     pods: tuple[PodUse, ...] = ()
+    memory_free: Mapping[str, Mapping[NumaId, int]] = field(default_factory=dict)
+    """Resource → node → bytes, as the Memory Manager itself has it: what a block of several nodes
+    takes of each depends on what was there before it. Empty where there is no such block, and where
+    the manager's file is not of the moment of this list."""
 
     def device_ids(self) -> Mapping[str, frozenset[DeviceId]]:
         """The ids in use, by resource name."""
         held: dict[str, set[DeviceId]] = {}
         for pod in self.pods:
-            for container in pod.containers:
+            for container in (*pod.containers, *pod.ended):
                 for device in container.devices:
                     held.setdefault(device.resource, set()).add(device.id)
         return {resource: frozenset(ids) for resource, ids in held.items()}
@@ -451,6 +458,8 @@ class PodFacts:
     """Container name (restartable init containers included) → resource → quantity."""
     init_requests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """The same of init containers that end."""
+    uid: str = ""
+    """What the kubelet calls the pod in its files, also where it is a static one."""
 
 
 class FaultClass(StrEnum):

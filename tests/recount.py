@@ -41,19 +41,55 @@ def recount(
     gpus: Mapping[str, int],
     alive: Collection[str],
 ) -> Zones:
-    """By zone and resource; `root` is the kubelet's, `machine` its machine.json, `alive` UIDs."""
-    zones: Zones = {f"node-{node['id']}": {} for node in machine}
+    """By zone and resource; `root` is the kubelet's, `machine` its machine.json, `alive` UIDs of
+    the pods that the kubelet has admitted and that have not ended."""
+    ours = {GPU: {uuid: (node,) for uuid, node in gpus.items()}}
+    return recount_all(root, machine, ours, alive, ours=frozenset(ours))
+
+
+def recount_all(
+    root: Path,
+    machine: Sequence[Mapping[str, Any]],
+    devices: Mapping[str, Mapping[str, tuple[int, ...]]],
+    alive: Collection[str],
+    *,
+    ours: Collection[str] = (),
+    totals: Mapping[str, int] | None = None,
+) -> Zones:
+    """The same for any devices: resource → id → NUMA nodes.
+
+    Of resources in `ours` each device counts, of others those that are healthy or held. `totals`
+    are what each zone is to offer of what no manager binds.
+    """
+    config = yaml.safe_load((root / "config.yaml").read_text())
+    zones: Zones = {}
     for node in machine:
-        zone = zones[f"node-{node['id']}"]
-        zone["cpu"] = count_cpus(root, node, alive)
-        zone.update(count_memory(root, node, alive))
-        zone[GPU] = count_gpus(root, node["id"], gpus, alive)
+        if not node["cores"]:
+            continue
+        zone = zones[f"node-{len(zones)}"] = {}
+        for name, total in (totals or {}).items():
+            zone[name] = Counted(total, total, total)
+        if config.get("cpuManagerPolicy") == "static":
+            zone["cpu"] = count_cpus(root, node, alive)
+        if config.get("memoryManagerPolicy") == "Static":
+            alone = config.get("topologyManagerPolicy") == "single-numa-node"
+            zone.update(count_memory(root, node, alive, alone=alone))
+        for name, nodes in devices.items():
+            counted = count_devices(root, name, node["id"], nodes, alive, all_=name in ours)
+            if counted.capacity:
+                zone[name] = counted
     return zones
+
+
+def saved(path: Path) -> dict[str, Any]:
+    """A manager's state; what newer kubelets add stands in a text of its own."""
+    state = json.loads(path.read_text())
+    return {**state, **json.loads(state.get("data") or "{}")}
 
 
 def count_cpus(root: Path, node: Mapping[str, Any], alive: Collection[str]) -> Counted:
     config = yaml.safe_load((root / "config.yaml").read_text())
-    state = json.loads((root / "cpu_manager_state").read_text())
+    state = saved(root / "cpu_manager_state")
     own = {cpu for core in node["cores"] for cpu in core}
     offered = own - cpus(config["reservedSystemCPUs"])
     held = set()
@@ -61,6 +97,9 @@ def count_cpus(root: Path, node: Mapping[str, Any], alive: Collection[str]) -> C
         if uid in alive:
             for text in containers.values():
                 held |= cpus(text)
+    for uid, whole in state.get("podEntries", {}).items():
+        if uid in alive:
+            held |= cpus(whole["cpuSet"])
     return Counted(len(own), len(offered), len(offered - held))
 
 
@@ -73,38 +112,57 @@ def cpus(text: str) -> set[int]:
     return found
 
 
-def count_memory(root: Path, node: Mapping[str, Any], alive: Collection[str]) -> dict[str, Counted]:
-    state = json.loads((root / "memory_manager_state").read_text())
+def count_memory(
+    root: Path, node: Mapping[str, Any], alive: Collection[str], *, alone: bool
+) -> dict[str, Counted]:
+    """The Memory Manager's own sum, with what pods hold that have ended and it has not yet missed.
+
+    `alone`: only what one node gives by itself counts, which a node of a group does not.
+    """
+    state = saved(root / "memory_manager_state")
+    here = state["machineState"][str(node["id"])]
+    in_group = len(here["cells"]) > 1
     counted = {}
-    for kind, table in state["machineState"][str(node["id"])]["memoryMap"].items():
-        held = sum(
-            block["size"]
-            for uid, containers in state.get("entries", {}).items()
-            if uid in alive
-            for blocks in containers.values()
-            for block in blocks
-            if block["type"] == kind and block["numaAffinity"] == [node["id"]]
-        )
+    for kind, table in here["memoryMap"].items():
+        stale = 0
+        whole = state.get("podEntries", {})
+        for uid, containers in state.get("entries", {}).items():
+            of_containers = [block for blocks in containers.values() for block in blocks]
+            blocks = whole[uid]["memoryBlocks"] if uid in whole else of_containers
+            if uid not in alive:
+                stale += sum(
+                    block["size"]
+                    for block in blocks
+                    if block["type"] == kind and block["numaAffinity"] == [node["id"]]
+                )
         if table["total"]:
-            counted[kind] = Counted(
-                table["total"], table["allocatable"], table["allocatable"] - held
-            )
+            free = 0 if alone and in_group else table["free"] + stale
+            counted[kind] = Counted(table["total"], table["allocatable"], free)
     return counted
 
 
-def count_gpus(root: Path, node: int, gpus: Mapping[str, int], alive: Collection[str]) -> Counted:
+def count_devices(
+    root: Path,
+    resource: str,
+    node: int,
+    devices: Mapping[str, tuple[int, ...]],
+    alive: Collection[str],
+    *,
+    all_: bool,
+) -> Counted:
     path = root / "device-plugins" / "kubelet_internal_checkpoint"
-    data = json.loads(path.read_text())["Data"]
-    here = {uuid for uuid, at in gpus.items() if at == node}
-    healthy = here & set(data["RegisteredDevices"][GPU])
+    data = json.loads(path.read_text())["Data"] if path.exists() else {}
+    here = {name for name, nodes in devices.items() if node in nodes}
+    healthy = here & set((data.get("RegisteredDevices") or {}).get(resource) or ())
     held = {
-        uuid
-        for entry in data["PodDeviceEntries"] or ()
-        if entry["PodUID"] in alive and entry["ResourceName"] == GPU
+        name
+        for entry in data.get("PodDeviceEntries") or ()
+        if entry["PodUID"] in alive and entry["ResourceName"] == resource
         for ids in entry["DeviceIDs"].values()
-        for uuid in ids
+        for name in ids
     }
-    return Counted(len(here), len(healthy), len(healthy - held))
+    known = here if all_ else healthy | here & held
+    return Counted(len(known), len(healthy), len(healthy - held))
 
 
 def published(body: Mapping[str, Any]) -> Zones:

@@ -106,7 +106,12 @@ MEMORY = {
     },
     "as from 1.37": {
         "entries": {"uid-a": {"c": [block(7, 0)]}},
-        "data": json.dumps({"entries": {"uid-a": {"c": [block(5, 0, 1)]}}}),
+        "data": json.dumps(
+            {
+                "machineState": {"1": {"memoryMap": {"memory": {"total": 9, "free": 4}}}},
+                "entries": {"uid-a": {"c": [block(5, 0, 1)]}},
+            }
+        ),
     },
 }
 
@@ -114,14 +119,14 @@ MEMORY = {
 @pytest.mark.parametrize("content", MEMORY.values(), ids=MEMORY.keys())
 def test_bound_memory_is_read(tmp_path: Path, content: dict[str, Any]) -> None:
     numa = (NumaId(0), NumaId(1))
-    assert read_memory(write(tmp_path / MEMORY_STATE, content)) == {
-        A: (MemoryBlock(type="memory", size_bytes=5, numa=numa),)
-    }
+    held, free = read_memory(write(tmp_path / MEMORY_STATE, content))
+    assert held == {A: (MemoryBlock(type="memory", size_bytes=5, numa=numa),)}
+    assert free == ({"memory": {NumaId(1): 4}} if "data" in content else {})
 
 
 def test_pod_level_memory_is_held_by_the_pod(tmp_path: Path) -> None:
     content = {"podEntries": {"uid-a": {"memoryBlocks": [block(5, 0)]}}}
-    (holder,) = read_memory(write(tmp_path / MEMORY_STATE, content))
+    (holder,), _ = read_memory(write(tmp_path / MEMORY_STATE, content))
     assert holder == (PodUid("uid-a"), "")
 
 

@@ -115,7 +115,7 @@ def _listed(pods: Iterable[PodUse]) -> Iterator[Thing]:
     for pod in pods:
         blocks += pod.memory
         yield from (("cpu", cpu) for cpu in pod.cpus)
-        for container in pod.containers:
+        for container in (*pod.containers, *pod.ended):
             blocks += container.memory
             yield from (("cpu", cpu) for cpu in container.cpus)
             yield from (("device", use.resource, use.id) for use in container.devices)

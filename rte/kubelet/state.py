@@ -47,6 +47,8 @@ class HandedOut:
     """Resource name and device id."""
     cpus: Mapping[Holder, frozenset[CpuId]] = field(default_factory=dict)
     memory: Mapping[Holder, tuple[MemoryBlock, ...]] = field(default_factory=dict)
+    memory_free: Mapping[str, Mapping[NumaId, int]] = field(default_factory=dict)
+    """Resource → node → bytes that the Memory Manager has left."""
     registered: Mapping[str, frozenset[DeviceId]] = field(default_factory=dict)
     """Healthy devices by resource, as of the checkpoint's last writing."""
 
@@ -59,11 +61,13 @@ def read_handed_out(root: Path, plugin_dir: Path) -> HandedOut:
     but not all at once: the three may differ by one allocation.
     """
     devices, registered = read_devices(plugin_dir / DEVICE_CHECKPOINT)
+    memory, memory_free = read_memory(root / MEMORY_STATE)
     return HandedOut(
         devices=devices,
         registered=registered,
         cpus=read_cpus(root / CPU_STATE),
-        memory=read_memory(root / MEMORY_STATE),
+        memory=memory,
+        memory_free=memory_free,
     )
 
 
@@ -156,17 +160,31 @@ class _PodBlocks(msgspec.Struct):
     memoryBlocks: list[_Block] | None = None
 
 
+class _Table(msgspec.Struct):
+    free: int = 0
+
+
+class _Node(msgspec.Struct):
+    memoryMap: dict[str, _Table] | None = None
+
+
 class _MemoryState(msgspec.Struct):
+    machineState: dict[str, _Node] | None = None
     entries: dict[str, dict[str, list[_Block]]] | None = None
     podEntries: dict[str, _PodBlocks] | None = None
     data: str = ""
 
 
-def read_memory(path: Path) -> dict[Holder, tuple[MemoryBlock, ...]]:
-    """Bound memory by holder; what an init container handed on has size 0 and is left out."""
+def read_memory(
+    path: Path,
+) -> tuple[dict[Holder, tuple[MemoryBlock, ...]], dict[str, dict[NumaId, int]]]:
+    """Bound memory by holder, and what is free by resource and node.
+
+    What an init container handed on has size 0 and is left out.
+    """
     text = _content(path)
     if text is None:
-        return {}
+        return {}, {}
     state = _decoded(path, text, _MemoryState)
     if state.data:
         state = _decoded(path, state.data.encode(), _MemoryState)
@@ -177,7 +195,13 @@ def read_memory(path: Path) -> dict[Holder, tuple[MemoryBlock, ...]]:
     }
     for pod, whole in (state.podEntries or {}).items():
         held[PodUid(pod), ""] = _blocks(whole.memoryBlocks or ())
-    return {holder: blocks for holder, blocks in held.items() if blocks}
+    free: dict[str, dict[NumaId, int]] = {}
+    for node, here in (state.machineState or {}).items():
+        if not (node.isascii() and node.isdecimal()):
+            raise StateFileError(path, f"machineState: expected a node's number, read {node!r}")
+        for name, table in (here.memoryMap or {}).items():
+            free.setdefault(name, {})[NumaId(int(node))] = table.free
+    return {holder: blocks for holder, blocks in held.items() if blocks}, free
 
 
 def _blocks(blocks: list[_Block] | tuple[()]) -> tuple[MemoryBlock, ...]:

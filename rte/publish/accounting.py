@@ -161,7 +161,7 @@ def exclusive_cpus(usage: Usage) -> set[CpuId]:
     held: set[CpuId] = set()
     for pod in usage.pods:
         held.update(pod.cpus)
-        for container in pod.containers:
+        for container in (*pod.containers, *pod.ended):
             held.update(container.cpus)
     return held
 
@@ -188,7 +188,7 @@ def memory_blocks(pod: PodUse) -> Iterable[MemoryBlock]:
     """A pod's own blocks are its whole budget, its containers' are parts of that."""
     if pod.memory:
         return pod.memory
-    return (block for container in pod.containers for block in container.memory)
+    return (block for c in (*pod.containers, *pod.ended) for block in c.memory)
 
 
 def memory_figures(
@@ -219,7 +219,8 @@ def memory_figures(
 def memory_left(
     usage: Usage, allocatable: Mapping[str, Mapping[NumaId, int]]
 ) -> dict[str, dict[NumaId, int]]:
-    """A block of several nodes fills them in ascending order, as the Memory Manager does."""
+    """A block of several nodes fills them in ascending order, as the Memory Manager does; of
+    nodes in groups its own word counts where there is one."""
     free = {name: dict(by_node) for name, by_node in allocatable.items()}
     blocks = [block for pod in usage.pods for block in memory_blocks(pod)]
     for block in sorted(blocks, key=lambda block: (len(block.numa), block.numa)):
@@ -230,6 +231,10 @@ def memory_left(
             if taken:
                 by_node[node] -= taken
                 rest -= taken
+    for node in memory_groups(usage):
+        for name, left in usage.memory_free.items():
+            if node in free.get(name, {}) and node in left:
+                free[name][node] = min(left[node], allocatable[name][node])
     return free
 
 
@@ -296,7 +301,7 @@ def device_pools(
     known = {(device.resource, device.id): device for device in ours}
     used = set()
     for pod in observation.usage.pods:
-        for container in pod.containers:
+        for container in (*pod.containers, *pod.ended):
             for device in container.devices:
                 used.add((device.resource, device.id))
                 known[device.resource, device.id] = device

@@ -27,6 +27,7 @@ WATCH_S = 300.0  # then the server ends the watch and it is asked for anew
 FORGET_S = 60.0  # facts that could not be followed for so long are none
 RETRY_FIRST_S = 1.0
 RETRY_LONGEST_S = 60.0
+MIRRORED = "kubernetes.io/config.mirror"  # the UID that the kubelet gave to a static pod
 FORBIDDEN_RETRY_S = 300.0  # a right that an installation leaves out on purpose
 
 
@@ -145,6 +146,8 @@ class _Meta(msgspec.Struct):
     name: str = ""
     namespace: str = "default"
     resourceVersion: str = ""
+    uid: str = ""
+    annotations: dict[str, str] | None = None
 
 
 class _Versioned(msgspec.Struct):
@@ -188,6 +191,8 @@ def parse_pod(text: bytes) -> PodFacts:
         qos=pod.status.qosClass,
         requests={c.name: _requests(c) for c in (*sidecars, *pod.spec.containers)},
         init_requests={c.name: _requests(c) for c in init if c.restartPolicy != "Always"},
+        # The object of a static pod is a mirror with a UID of its own.
+        uid=(pod.metadata.annotations or {}).get(MIRRORED, pod.metadata.uid),
     )
 
 
