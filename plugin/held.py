@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from rte.model import ContainerUse, DeviceId, DeviceUse, PciAddress, PodName, Usage, pci_address
@@ -64,18 +64,6 @@ def nic_holders(usage: Usage, nics: frozenset[PciAddress]) -> Iterator[Container
 def nics_of(container: ContainerUse, nics: frozenset[PciAddress]) -> frozenset[PciAddress]:
     ids = (device.id for device in container.devices)
     return nics.intersection(filter(None, map(_address, ids)))
-
-
-def twice_held(usage: Usage, ids: frozenset[DeviceId]) -> Mapping[DeviceId, tuple[PodName, ...]]:
-    """Those of the ids that several pods hold, with the pods.
-
-    A device that a pod's init container hands on to its main one has one pod.
-    """
-    pods: dict[DeviceId, set[PodName]] = {}
-    for pod in usage.pods:
-        for device in (d for c in pod.containers for d in c.devices if d.id in ids):
-            pods.setdefault(device.id, set()).add(pod.pod)
-    return {id: tuple(sorted(found)) for id, found in sorted(pods.items()) if len(found) > 1}
 
 
 def _address(id: DeviceId) -> PciAddress | None:

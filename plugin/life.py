@@ -17,8 +17,8 @@ from plugin import cdi
 from plugin.allocation import Handing, Owner, owners, read_nodes
 from plugin.decisions import JOINED_WITHIN_S, Decisions
 from plugin.devices import Advertised, Advertising, Device, Known, devices, held_devices, remember
-from plugin.held import Container, Held, nic_holders, nic_use, twice_held
-from plugin.moving import Listed, pairs, settled
+from plugin.held import Container, Held, nic_holders, nic_use
+from plugin.moving import Listed, pairs, settled, twice_held
 from plugin.nccl import write_topology
 from plugin.registration import KUBELET_SOCKET, Registration, Signature
 from plugin.service import Resource, Tables
@@ -248,7 +248,7 @@ class DevicePlugin:
         pulled_out = any(not k.ids & held_devices(ids) for k in known if k.gpu.pci not in here)
         if pulled_out or self._moved():
             self._publish_again()  # what was pulled out leaves the list with its last pod
-        self._judge(twice_held(usage, ours))
+        self._judge(twice_held(self._used))
 
     def _judge(self, twice: Mapping[DeviceId, tuple[PodName, ...]]) -> None:
         """Count and tell each device that is newly found with several pods."""
@@ -314,7 +314,7 @@ class DevicePlugin:
         self._wanted = pairs(wanted)
         now = time.monotonic()
         gone = pairs({n: found.values() for n, found in listed.items()})
-        gone = gone - self._wanted - self._in_use().keys()
+        gone = gone - self._wanted - self._used.keys()
         self._leaving = {
             pair: at
             for pair, at in {**dict.fromkeys(gone, now), **self._leaving}.items()

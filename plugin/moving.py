@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from plugin.allocation import Owner
 from plugin.devices import Device, held_devices
-from rte.model import DeviceId
+from rte.model import DeviceId, PodName
 
 MOVING = "moving"  # why a device gets no more work under its former name
 
@@ -76,6 +76,24 @@ def settled(
         },
         waiting=waiting,
     )
+
+
+def twice_held(
+    used: Mapping[Listed, tuple[PodName, ...]],
+) -> Mapping[DeviceId, tuple[PodName, ...]]:
+    """Devices that several pods hold, under whatever names, though it was given out alone.
+
+    Replicas of one device may have a pod each. A device that a pod's init container hands on to
+    its main one has one pod.
+    """
+    pods: dict[DeviceId, set[PodName]] = {}
+    for pair, holders in used.items():
+        pods.setdefault(pair.id, set()).update(holders)
+    for id in tuple(pods):
+        (whole,) = held_devices([id])
+        if whole in pods:  # with its replicas it is held as one
+            pods[whole] |= pods[id]
+    return {id: tuple(sorted(found)) for id, found in sorted(pods.items()) if len(found) > 1}
 
 
 def overlaps(id: DeviceId, device: Device, owners: Mapping[DeviceId, Owner]) -> bool:

@@ -135,6 +135,12 @@ METRICS = (
         "GetPreferredAllocation calls answered empty because of a fault of ours.",
     ),
     Named("rte_allocations_total", "counter", ("resource",), "Containers served by Allocate."),
+    Named(
+        "rte_double_use_total",
+        "counter",
+        (),
+        "Devices that PodResources newly showed with several pods at once.",
+    ),
     Named("rte_allocations_refused_total", "counter", ("resource",), "Allocate calls refused."),
 )
 
@@ -211,6 +217,8 @@ class Plugin(Protocol):
     def resources(self) -> Mapping[str, Any]: ...
     @property
     def registrations(self) -> Mapping[str, Any]: ...
+    @property
+    def double_uses(self) -> int: ...
 
 
 class Measured(NamedTuple):
@@ -364,6 +372,7 @@ def plugin_metrics(plugin: Plugin, buckets_s: Sequence[float]) -> Iterator[Metri
         ("rte_allocations_refused_total", "allocations_refused"),
     ):
         yield _counter(metric, (((n,), getattr(r.counters, field)) for n, r in resources))
+    yield _counter("rte_double_use_total", [((), plugin.double_uses)])
     histogram = _BY_NAME["rte_preferred_allocation_duration_seconds"]
     family = HistogramMetricFamily(histogram.name, histogram.says, labels=histogram.labels)
     for name, resource in resources:

@@ -6,8 +6,8 @@ import pytest
 
 from plugin.allocation import owners
 from plugin.devices import Advertising, Device, MigStrategy, devices
-from plugin.moving import MOVING, Listed, Settled, settled
-from rte.model import DeviceId, Machine
+from plugin.moving import MOVING, Listed, Settled, settled, twice_held
+from rte.model import DeviceId, Machine, PodName
 from tests.small_machine import address, machine, slices, uuid, with_gpu
 
 GPU, SHARED, MIG = "nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb"
@@ -140,3 +140,31 @@ def test_what_is_held_under_its_own_name_waits_for_nothing() -> None:
 def test_a_replica_in_use_leaves_the_other_replicas_alone() -> None:
     found = move((WHOLE, FOUR), (WHOLE, FOUR), used=[(SHARED, f"{uuid(1)}::0")])
     assert found.resources == lists(WHOLE, FOUR)
+
+
+A, B = PodName(namespace="n", name="a"), PodName(namespace="n", name="b")
+
+
+@pytest.mark.parametrize(
+    ("used", "twice"),
+    [
+        pytest.param({(GPU, "g"): "a", (GPU, "h"): "b"}, {}, id="two devices"),
+        pytest.param({(GPU, "g"): "ab"}, {"g": (A, B)}, id="two pods"),
+        pytest.param({(GPU, "g"): "a", (RING, "g"): "b"}, {"g": (A, B)}, id="two names"),
+        pytest.param({(GPU, "g"): "a", (RING, "g"): "a"}, {}, id="two names, one pod"),
+        pytest.param({(SHARED, "g::0"): "a", (SHARED, "g::1"): "b"}, {}, id="two replicas"),
+        pytest.param({(SHARED, "g::0"): "ab"}, {"g::0": (A, B)}, id="one replica"),
+        pytest.param(
+            {(GPU, "g"): "a", (SHARED, "g::1"): "b"}, {"g": (A, B)}, id="alone, and a replica"
+        ),
+    ],
+)
+def test_what_several_pods_hold(
+    used: dict[tuple[str, str], str], twice: dict[str, tuple[PodName, ...]]
+) -> None:
+    pods = {"a": A, "b": B}
+    given = {
+        Listed(name, DeviceId(id)): tuple(pods[letter] for letter in letters)
+        for (name, id), letters in used.items()
+    }
+    assert twice_held(given) == twice

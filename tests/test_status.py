@@ -279,6 +279,7 @@ def plugin() -> SimpleNamespace:
     return SimpleNamespace(
         resources={GPU: resource},
         registrations={GPU: SimpleNamespace(registered_at=None)},
+        double_uses=3,
     )
 
 
@@ -298,6 +299,7 @@ def test_the_plugin_is_measured() -> None:
         f'{name}_sum{{resource="{GPU}"}}': 0.006,
         f'rte_preferred_allocation_errors_total{{resource="{GPU}"}}': 1,
         f'rte_allocations_total{{resource="{GPU}"}}': 4,
+        "rte_double_use_total": 3,
     }
     assert {name: samples.get(name) for name in expected} == expected
 
