@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from rte.model import (
     NumaId,
     Observation,
     PodName,
+    Usage,
     base_units,
     huge_pages_name,
 )
@@ -160,12 +161,25 @@ class ModelNode:
         bodies, _ = self.api.list_pods(self.name)
         return Observation(
             machine=self.machine,
-            usage=admission.usage(self.state),
+            usage=self.usage(),
             allocatable=admission.allocatable(self.state),
             policy=self.state.policy,
             node_allocatable=self.state.allocatable,
             pods=tuple(sorted(map(parse_facts, bodies), key=lambda facts: facts.pod)),
         )
+
+    def usage(self) -> Usage:
+        """What PodResources lists, with what the kubelet's files add to it (rte.kubelet.ended)."""
+        pods = []
+        for pod in admission.usage(self.state).pods:
+            listed = {container.name for container in pod.containers}
+            held = self.state.pods[pod.pod].containers
+            pods.append(replace(pod, ended=tuple(c for c in held if c.name not in listed)))
+        free: dict[str, dict[NumaId, int]] = {}
+        if self.state.memory is not None:
+            for (node, kind), size in self.state.memory.free.items():
+                free.setdefault(kind, {})[node] = size
+        return Usage(pods=tuple(pods), memory_free=free)
 
     def body(self) -> Json:
         graph = build(self.machine)
@@ -344,7 +358,7 @@ class RealNode:
         )
 
     def start(self) -> None:
-        """Returns when the object is published with all devices."""
+        """Returns when the object is published."""
         self.plugin.start()
         self.plugin.update(self.machine, {})
         count = len(advertised(self.machine)[GPU])
@@ -354,7 +368,7 @@ class RealNode:
         self.cluster.add_node(self.name, self.allocatable)
         self.pods.start()
         self.agent.start()
-        self.until(lambda: self.free(GPU) == count)
+        self.until_published(())
 
     def stop(self) -> None:
         self.agent.stop()
@@ -404,25 +418,19 @@ class RealNode:
         answer = self.cluster.real.request("GET", NRTS + self.name)
         return answer.body if answer.status == 200 else {"zones": [], "attributes": []}
 
-    def free(self, resource: str) -> int:
-        return sum(
-            int(each["available"])
-            for zone in self.body()["zones"]
-            for each in zone.get("resources", ())
-            if each["name"] == resource
-        )
-
     def until_published(self, running: Collection[str]) -> None:
         """Return when the object tells of exactly these pods, as the kubelet lists them."""
         self.until(lambda: self.is_published(running))
 
     def is_published(self, running: Collection[str]) -> bool:
-        told = self.pods.read() or ()
-        seen = self.agent.observation
+        told, seen = self.pods.read(), self.agent.observation
+        if told is None or seen is None:
+            return False
         if {facts.pod.name for facts in told if facts.phase == "Running"} != set(running):
             return False
         listed = usage.read_usage(self.channel, 5)
-        if seen is None or (seen.pods, seen.usage) != (told, listed):
+        held = [[(pod.pod, pod.containers) for pod in use.pods] for use in (seen.usage, listed)]
+        if seen.pods != told or held[0] != held[1]:
             return False
         wanted, live = self.compose(seen)[0], self.body()
         return bool(
