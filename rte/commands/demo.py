@@ -14,24 +14,21 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
-from plugin.decisions import Call, Decision
 from rte.commands.demo_node import KIND, DemoFailed, DemoNode
-from rte.commands.manifests import ManifestError, read_manifest
+from rte.commands.manifests import Given, ManifestError, read_manifests
 from rte.commands.source import CannotRead, read_folder
-from rte.graph.choose import choose
+from rte.commands.telling import Teller, asked
 from rte.kubelet.admission import Admitted, Rejected, not_followed
-from rte.kubelet.spec import PodSpec, pod_total
+from rte.kubelet.spec import PodSpec
 from rte.kubelet.usage import KubeletError
-from rte.model import ContainerUse, DeviceId, PodName, Scope, TopologyManagerPolicy
+from rte.model import DeviceId, PodName, Scope, TopologyManagerPolicy
 from rte.standin.kubelet import Admission
 from rte.status import StatusError
 from rte.view.ink import Ink, plain
 from rte.view.text import WIDTH, text
-from rte.view.why import beside, devices, why
 from rte.view.words import counted, ranges
-from rte.view.zones import LARGEST, amount, available, forecast_table, right_aligned, zone_table
+from rte.view.zones import LARGEST, available, forecast_table, right_aligned, zone_table
 
 PACKAGE = Path(__file__).parent.parent
 MACHINE = PACKAGE / "recorded" / "pcie-a100-pairs"
@@ -46,13 +43,6 @@ SOCKET_ROOM = 60  # bytes of a socket's path below the temporary folder
 
 class CannotStart(Exception):
     """Something that was given cannot be used; the message says what."""
-
-
-class Given(NamedTuple):
-    """A pod and the file that it came from."""
-
-    spec: PodSpec
-    file: Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace, ink: Ink) -> None:
-    pods = given(args.pods or [EXAMPLES / f"{name}.yaml" for name in PODS])
+    pods = read_manifests(args.pods or [EXAMPLES / f"{name}.yaml" for name in PODS])
     machine = read_folder(args.machine)
     with ExitStack() as ends:
         step = ends.enter_context(interruptible())
@@ -148,20 +138,6 @@ def run(args: argparse.Namespace, ink: Ink) -> None:
 
 
 # What was given
-
-
-def given(files: Sequence[Path]) -> list[Given]:
-    """The pods of all files, in their order. Raises ManifestError and CannotStart."""
-    found = [Given(spec, file) for file in files for spec in read_manifest(file)]
-    seen: dict[PodName, Path] = {}
-    for spec, file in found:
-        if spec.pod in seen:
-            raise CannotStart(
-                f"{file}: metadata.name: {spec.pod.namespace}/{spec.pod.name} "
-                f"is in {seen[spec.pod]} too"
-            )
-        seen[spec.pod] = file
-    return found
 
 
 def new_folder(folder: Path) -> Path:
@@ -220,6 +196,7 @@ class Demo:
     def __init__(self, node: DemoNode, ink: Ink) -> None:
         self.node = node
         self.ink = ink
+        self.tell = Teller(ink, node.graph, lambda: node.kubelet.state)
         self.moments: list[tuple[str, Mapping[str, object]]] = []
 
     def machine(self, folder: Path) -> None:
@@ -260,18 +237,18 @@ class Demo:
 
     def admit(self, spec: PodSpec) -> bool:
         """Admits the pod and tells what became of it; whether it was admitted."""
-        before = self.node.topology()
+        before = available(self.node.topology())
         writes = len(self.node.journal.written)
         free = self.free()
         admission, decisions = self.node.admit(spec)
         self.moments.append((spec.pod.name, self.node.topology()))
-        self.head(spec, admission)
+        self.tell.head(spec)
         if isinstance(admission.answer, Rejected):
-            self.rejected(spec, admission.answer, before)
+            self.tell.rejected(spec, admission.answer, before)
         else:
-            self.placed(spec, admission.answer)
+            self.tell.placed(spec, admission.answer)
         for decision in decisions:
-            self.decided(decision, free)
+            self.tell.decided(decision, free)
         self.handed(admission)
         fresh = self.node.journal.written[writes:]
         if fresh:
@@ -279,118 +256,6 @@ class Demo:
         else:
             self.ink.labelled("published", "nothing: nothing has changed", "dim")
         return isinstance(admission.answer, Admitted)
-
-    def head(self, spec: PodSpec, admission: Admission) -> None:
-        asks = totals(spec)
-        words = ", ".join(asked(name, milli) for name, milli in asks.items()) or "nothing"
-        name = spec.pod.name
-        if spec.pod.namespace != "default":
-            name = f"{spec.pod.namespace}/{name}"
-        self.ink.line()
-        self.ink.line((f"Pod {name}", "bold"), f" asks {words} ({spec.qos})")
-
-    def placed(self, spec: PodSpec, answer: Admitted) -> None:
-        several = len(answer.containers) > 1
-        label = "admitted"
-        for use in answer.containers:
-            words = self.place(use)
-            self.ink.labelled(label, f"{use.name}: {words}" if several else words, "green")
-            label = ""
-        if any(use.devices for use in answer.containers) and spec.qos != "Guaranteed":
-            words = f"{spec.qos} pods have no CPUs and memory of their own, only devices"
-            self.ink.labelled("", words)
-        unknown = {
-            name
-            for container in spec.containers
-            for name in container.limits
-            if "/" in name and name not in self.node.kubelet.state.devices
-        }
-        for name in sorted(unknown):
-            self.ink.labelled("", f"no plugin has registered {name}: the kubelet starts it without")
-
-    def place(self, use: ContainerUse) -> str:
-        """Where a container's things are, and which they are."""
-        nodes = {n for device in use.devices for n in device.numa}
-        nodes |= {n for block in use.memory for n in block.numa}
-        nodes |= {self.node.kubelet.state.topology.node[cpu] for cpu in use.cpus}
-        by_list = self.node.graph.position
-        ids = sorted((d.id for d in use.devices), key=lambda id: (by_list.get(id, 0), id))
-        held = [self.said(ids)] if ids else []
-        if use.cpus:
-            held.append(f"CPUs {ranges(use.cpus)}")
-        held += [
-            amount(block.type, block.size_bytes) + ("" if block.type == "memory" else block.type)
-            for block in use.memory
-        ]
-        if not held:
-            return "nothing of its own, a share of the node"
-        where = f"NUMA node{'s' if len(nodes) > 1 else ''} {ranges(sorted(nodes))}"
-        return f"{where if nodes else 'NUMA node unknown'}: {', '.join(held)}"
-
-    def rejected(self, spec: PodSpec, answer: Rejected, before: Mapping[str, object]) -> None:
-        self.ink.labelled("rejected", f"{answer.reason}: {answer.message}", "red")
-        if answer.reason != "TopologyAffinityError":
-            return
-        asks = totals(spec)
-        zones = {
-            zone: {name: 1000 * units for name, units in free.items()}
-            for zone, free in available(before).items()
-        }
-        known = [name for name in asks if any(name in free for free in zones.values())]
-        label = "free"
-        for zone, free in zones.items():
-            words = ", ".join(
-                asked(name, free.get(name, 0))
-                + (" (too few)" if free.get(name, 0) < asks[name] else "")
-                for name in known
-            )
-            self.ink.labelled(label, f"{zone}: {words}")
-            label = ""
-        if all(sum(free.get(name, 0) for free in zones.values()) >= asks[name] for name in known):
-            self.ink.labelled(
-                "note",
-                "Together it would be enough: a scheduler that counts totals sends such a pod "
-                "here, and it fails. One that reads these zones does not.",
-            )
-
-    def decided(self, decision: Decision, free: frozenset[DeviceId]) -> None:
-        """What was offered, chosen, and why."""
-        ink = self.ink
-        if decision.call is Call.ALLOCATED:
-            ink.labelled("plugin", self.unasked(decision, free))
-            return
-        took = f"in {decision.took_s * 1000:.1f} ms"
-        required = f", {self.said(decision.required)} required" if decision.required else ""
-        ink.labelled("offered", f"{self.said(decision.offered)}{required}")
-        by = f"decided by {decision.decided_by}, " if decision.decided_by else ""
-        ink.labelled("chosen", f"{self.said(decision.answer)}, {by}{took}", "cyan")
-        if decision.preference is None:
-            return
-        graph = self.node.graph
-        sentence = why(
-            graph,
-            decision.preference,
-            runner_up=decision.runner_up,
-            decided_by=decision.decided_by,
-        )
-        ink.labelled("because", sentence if decision.exact else f"{sentence} (bounded search)")
-        first = first_fit(decision)
-        if set(first) == set(decision.answer) or not set(first) <= set(graph.ids):
-            return
-        other = choose(graph, available=first, size=len(first), free=free).preference
-        if other is not None:
-            words = beside(graph, decision.preference, first, other)
-            ink.labelled("instead of", f"the first of the list, {words}")
-
-    def unasked(self, decision: Decision, free: frozenset[DeviceId]) -> str:
-        """Why the kubelet took devices without a question."""
-        numa = self.node.kubelet.state.devices.get(decision.resource, {})
-        here = {node for id in decision.answer for node in numa.get(id, ())}
-        aligned = {id for id in free if here.intersection(numa.get(id, ()))}
-        if aligned == set(decision.answer):
-            where = f"NUMA node{'s' if len(here) > 1 else ''} {ranges(sorted(here))}"
-            return f"was not asked: there was no choice, these are all free ones of {where}"
-        return f"was {decision.why}"
 
     def handed(self, admission: Admission) -> None:
         """What the plugin's Allocate gave to each container."""
@@ -455,9 +320,6 @@ class Demo:
         for command, does in rows:
             self.ink.line("  ", (command.ljust(room), "bold"), f"  {does}" if does else "")
 
-    def said(self, ids: Sequence[DeviceId]) -> str:
-        return devices(self.node.graph, ids)
-
     def free(self) -> frozenset[DeviceId]:
         """GPUs that nobody holds."""
         held = self.node.kubelet.usage().device_ids()
@@ -517,33 +379,6 @@ def shortened(value: str) -> str:
 
 
 UUID = re.compile(r"((?:GPU|MIG)-[0-9a-f]{8})(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-
-
-def first_fit(decision: Decision) -> tuple[DeviceId, ...]:
-    """What a plugin hands out that does not look at links: the first of the list."""
-    others = (id for id in decision.offered if id not in decision.required)
-    return (*decision.required, *others)[: decision.size]
-
-
-def totals(spec: PodSpec) -> dict[str, int]:
-    """What the pod asks at once, in thousandths; devices first, then cpu and memory."""
-    asks = {name for c in spec.containers for name in c.requests}
-    found = {}
-    for name in sorted(asks, key=lambda name: ("/" not in name, name)):
-        amounts = {c.name: c.requests.get(name, 0) for c in spec.containers}
-        if thousandths := pod_total(spec, amounts):
-            found[name] = thousandths
-    return found
-
-
-def asked(resource: str, thousandths: int) -> str:
-    """An amount with what it is of."""
-    if resource == "cpu":
-        return f"{thousandths / 1000:g} CPU{'' if thousandths == 1000 else 's'}"
-    units = -(-thousandths // 1000)
-    if resource == "memory":
-        return amount(resource, units)
-    return f"{amount(resource, units)} {resource}"
 
 
 # --stay
@@ -621,8 +456,8 @@ class Stay:
     def admitted(self, path: Path) -> tuple[PodName, ...]:
         """The pods of a file that are there now."""
         try:
-            specs = [pod.spec for pod in given([path])]
-        except (ManifestError, CannotStart) as error:
+            specs = [pod.spec for pod in read_manifests([path])]
+        except ManifestError as error:
             self.show.ink.line()
             self.show.ink.line((str(error), "red"))
             return ()

@@ -20,6 +20,7 @@ from plugin.service import TOOK_BUCKETS_S
 from rte import __version__
 from rte.agent import Agent, Kubelet, Reason, Sources
 from rte.commands import parts
+from rte.commands.aligning import kubelet_configuration
 from rte.commands.compose import Composer
 from rte.commands.decided import decisions_json, decisions_text
 from rte.config import Config, load
@@ -40,9 +41,6 @@ from rte.view.document import document
 NODE = "demo"
 KIND = "NodeResourceTopology"
 WITHIN_S = 10.0  # all takes milliseconds; a machine under load may take longer
-MOST_NUMA_NODES = 8
-"""The kubelet's default limit; the Memory Manager looks at every set of NUMA nodes."""
-
 Body = Mapping[str, Any]
 
 
@@ -271,25 +269,3 @@ def configuration(kubelet: StandIn) -> Config:
             "kubelet.configFile": str(kubelet.configuration_file),
         },
     )
-
-
-def kubelet_configuration(machine: Machine, *, policy: str, scope: str) -> dict[str, Any]:
-    """A KubeletConfiguration that aligns all it can, with the least that must be reserved."""
-    bearing = [node for node in machine.numa_nodes if node.cpus]
-    first = bearing[0] if bearing else None
-    cores = likely_cores(machine.numa_nodes)
-    found: dict[str, Any] = {
-        "topologyManagerPolicy": policy,
-        "topologyManagerScope": scope,
-        "cpuManagerPolicy": "static",
-        "cpuManagerPolicyOptions": {"full-pcpus-only": "true"},
-        "reservedSystemCPUs": ",".join(map(str, cores[0] if cores else first.cpus[:1]))
-        if first
-        else "",
-    }
-    if len(machine.numa_nodes) > MOST_NUMA_NODES:
-        limit = {"max-allowable-numa-nodes": str(min(len(machine.numa_nodes), 64))}
-        return {**found, "topologyManagerPolicyOptions": limit}
-    # The kubelet keeps 100 MiB for itself by default, and wants to be told of which node.
-    reserved = [{"numaNode": int(first.id), "limits": {"memory": "100Mi"}}] if first else []
-    return {**found, "memoryManagerPolicy": "Static", "reservedMemory": reserved}

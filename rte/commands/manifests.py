@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from rte.kubelet.spec import PodSpec, parse_pod
+from rte.model import PodName
 
 MOST_BYTES = 1 << 20  # etcd takes no object larger than this
 NAME_CHARACTERS = 253
 
 TEMPLATED = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Job")
+KIND_LINE = re.compile(rb"^kind:\s*[\"']?(?:Pod|%s)\b" % "|".join(TEMPLATED).encode(), re.MULTILINE)
+
+
+class Given(NamedTuple):
+    """A pod and the file that it came from."""
+
+    spec: PodSpec
+    file: Path
 
 
 class ManifestError(Exception):
@@ -22,6 +32,32 @@ class ManifestError(Exception):
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(f"{path}: {problem}")
         self.path = path
+
+
+def read_manifests(files: Iterable[Path]) -> list[Given]:
+    """The pods of all files, in their order. Raises ManifestError, also for a name given twice."""
+    found = [Given(spec, file) for file in files for spec in read_manifest(file)]
+    seen: dict[PodName, Path] = {}
+    for spec, file in found:
+        if spec.pod in seen:
+            named = f"{spec.pod.namespace}/{spec.pod.name}"
+            raise ManifestError(file, f"metadata.name: {named} is in {seen[spec.pod]} too")
+        seen[spec.pod] = file
+    return found
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether a file means to be a manifest of pods, well-formed or not."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_BYTES)
+    except OSError:
+        return False
+    try:
+        document = next(filter(None, yaml.safe_load_all(text)), None)
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return KIND_LINE.search(text) is not None
+    return isinstance(document, dict) and document.get("kind") in ("Pod", *TEMPLATED)
 
 
 def read_manifest(path: Path) -> tuple[PodSpec, ...]:
