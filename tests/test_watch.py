@@ -4,6 +4,7 @@ import contextlib
 import os
 import queue
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -187,6 +188,80 @@ def test_a_file_of_a_config_map_is_replaced_behind_its_link(tmp_path: Path) -> N
         (tmp_path / "another").touch()
         with pytest.raises(queue.Empty):
             woken.paths.get(timeout=0.1)
+
+
+def inotify_instances() -> int:
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return links.count("anon_inode:inotify")
+
+
+def test_all_watches_of_a_process_share_one_inotify_instance(tmp_path: Path) -> None:
+    before, threads = inotify_instances(), threading.active_count()
+    first, second = tmp_path / "a" / "file", tmp_path / "b" / "file"
+    with watching(first) as (_, one), watching(second, first) as (_, both):
+        assert inotify_instances() == before + 1
+        assert threading.active_count() == threads + 1
+        second.parent.mkdir()
+        second.write_text("x")
+        assert both.next() == second
+        first.parent.mkdir()
+        first.write_text("x")
+        assert one.next() == first
+        both.drain()
+        with watching(tmp_path / "c") as (_, third):
+            (tmp_path / "c").touch()
+            assert third.next() == tmp_path / "c"
+        replace(first, "y")
+        assert one.next() == first
+        assert both.next() == first
+    assert inotify_instances() == before
+    assert threading.active_count() == threads
+
+
+def test_whoever_is_told_may_close_and_open_watches(tmp_path: Path) -> None:
+    opened: queue.Queue[FileWatch] = queue.Queue()
+    path = tmp_path / "file"
+    running: list[FileWatch] = []
+
+    def wake(changed: Path) -> None:
+        opened.put(watch([tmp_path / "next"], woken))
+
+    woken = Woken()
+    running.append(watch([path], wake))
+    path.touch()
+    fresh = opened.get(timeout=SOON_S)
+    (tmp_path / "next").touch()
+    assert woken.next() == tmp_path / "next"
+    running[0].close()
+    fresh.close()
+
+
+def test_whoever_is_told_may_close_the_only_watch(tmp_path: Path) -> None:
+    before = inotify_instances()
+    closed = threading.Event()
+
+    def wake(_: Path) -> None:
+        only.close()
+        closed.set()
+
+    only = watch([tmp_path / "file"], wake)
+    (tmp_path / "file").touch()
+    assert closed.wait(SOON_S)
+    deadline = os.times().elapsed + SOON_S
+    while inotify_instances() > before and os.times().elapsed < deadline:
+        pass
+    assert inotify_instances() == before
+
+
+def test_after_close_nothing_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with watching(tmp_path / "other"):
+        for _ in range(5):
+            with watching(path) as (_, woken):
+                path.write_text("x")
+            woken.drain()
+            path.write_text("y")
+            assert woken.paths.empty()
 
 
 def test_closing_twice_and_at_once_is_fine(tmp_path: Path) -> None:

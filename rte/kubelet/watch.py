@@ -1,14 +1,16 @@
 """Files that other processes create, replace and remove: a change calls back.
 
-The only importer of inotify_simple. The kubelet replaces its state files by rename and deletes and
-re-creates its sockets, so directories are watched, not files. A directory that does not exist yet,
-or is replaced, is awaited through its nearest ancestor. Where the kernel gives no inotify (the
-limits of instances or watches are reached) the files are looked at five times a second, which is
-said once, and inotify is asked for again every minute.
+The only importer of inotify_simple. All watches of a process share one inotify instance and one
+thread: a node has 128 instances for each user, and root's are often all taken. The kubelet replaces
+its state files by rename and deletes and re-creates its sockets, so directories are watched, not
+files. A directory that does not exist yet, or is replaced, is awaited through its nearest ancestor.
+Where the kernel gives no inotify (the limits of instances or watches are reached) the files are
+looked at five times a second, which is said once, and inotify is asked for again every minute.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -16,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import ClassVar
 
 from inotify_simple import INotify, flags
 
@@ -39,81 +42,168 @@ def watch(
 ) -> FileWatch:
     """A running watch: each change of one of the paths calls `wake` with that path.
 
-    Creation, replacement, completed writing and removal count. `wake` is called from the watch's
-    own thread, at least once a change and possibly more often; it must return soon. Paths that
-    exist when the watch starts are not reported. Ends with `close()`.
+    Creation, replacement, completed writing and removal count. `wake` is called from a thread that
+    all watches share, at least once a change and possibly more often; it must return soon. Paths
+    that exist when the watch starts are not reported. Ends with `close()`.
     """
     return FileWatch(paths, wake, poll_s=poll_s).start()
 
 
 class FileWatch:
-    """One thread over any number of paths."""
+    """Any number of paths, and who is told of their changes."""
 
     def __init__(
         self, paths: Iterable[Path], wake: Callable[[Path], None], *, poll_s: float
     ) -> None:
         self.paths = tuple(dict.fromkeys(Path(os.path.abspath(path)) for path in paths))
-        self.polling: str | None = None
-        """Why the files are polled, or None while inotify works."""
+        self.poll_s = poll_s
         self._wake = wake
-        self._poll_s = poll_s
-        self._seen: dict[Path, Signature | None] = {}
-        self._directories: dict[int, Path] = {}  # watch descriptor → directory
-        self._stop_read, self._stop_write = -1, -1
-        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()  # one who is told may close
+        self._closed = False
+        self._files: Files | None = None
 
     def start(self) -> FileWatch:
         """Returns when changes from now on are noticed."""
-        self._stop_read, self._stop_write = os.pipe2(os.O_CLOEXEC)
-        inotify = self._open()
-        self._seen = {path: signature(path) for path in self.paths}
-        self._thread = threading.Thread(
-            target=self._run, args=(inotify,), name="file-watch", daemon=True
-        )
-        self._thread.start()
+        self._files = Files.join(self)
         return self
 
-    def close(self) -> None:
-        """Returns when the thread has ended; may be called again."""
-        if self._thread is None:
-            return
-        os.close(self._stop_write)
-        self._thread.join()
-        os.close(self._stop_read)
-        self._thread = None
+    @property
+    def polling(self) -> str | None:
+        """Why the files are polled, or None while inotify works."""
+        return self._files.polling if self._files is not None else None
 
-    def _run(self, inotify: INotify | None) -> None:
-        stopped = False
-        while not stopped:
-            if inotify is None:
-                stopped = self._poll_files()
-                inotify = None if stopped else self._open()
-                for path in self._differing():
-                    self._wake(path)
+    def tell(self, path: Path) -> None:
+        with self._lock:
+            if not self._closed:
+                self._wake(path)
+
+    def close(self) -> None:
+        """Returns when `wake` will not be called any more; may be called again."""
+        with self._lock:
+            self._closed = True
+        if self._files is not None:
+            self._files.leave(self)
+
+
+class Files:
+    """The one thread and the one inotify instance of all watches; there while there is a watch."""
+
+    _running: ClassVar[Files | None] = None
+    _membership: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self) -> None:
+        self.polling: str | None = None
+        self._lock = threading.RLock()  # of all below, which watches come to and go from
+        self._watches: list[FileWatch] = []
+        self._inotify: INotify | None = None
+        self._seen: dict[Path, Signature | None] = {}
+        self._directories: dict[int, Path] = {}  # watch descriptor → directory
+        self._poke_read, self._poke_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._closes_itself = False  # the last watch was closed by the thread that it told
+        self._thread = threading.Thread(target=self._run, name="file-watch", daemon=True)
+
+    @classmethod
+    def join(cls, watch: FileWatch) -> Files:
+        with cls._membership:
+            files = cls._running
+            if files is None:
+                files = cls._running = Files()
+                files._add(watch)
+                files._thread.start()
             else:
-                stopped = self._follow(inotify)
-                inotify.close()
-                inotify = None
+                files._add(watch)
+            return files
+
+    def leave(self, watch: FileWatch) -> None:
+        with Files._membership:
+            with self._lock:
+                if watch not in self._watches:
+                    return
+                self._watches.remove(watch)
+                last = not self._watches
+                if not last:
+                    self._seen = {path: self._seen.get(path) for path in self.paths}
+                    self._rearm()
+            if last:
+                Files._running = None
+            self._poke()
+        if not last:
+            return
+        if threading.current_thread() is self._thread:
+            self._closes_itself = True
+        else:
+            self._thread.join()
+            self._close()
+
+    def _add(self, watch: FileWatch) -> None:
+        with self._lock:
+            self._watches.append(watch)
+            if self._inotify is None and self.polling is None:
+                self._open()
+            else:
+                self._rearm()
+            for path in watch.paths:
+                self._seen.setdefault(path, signature(path))
+            self._poke()
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(dict.fromkeys(path for watch in self._watches for path in watch.paths))
+
+    def _poke(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it is full of pokes
+            os.write(self._poke_write, b".")
+
+    def _tell(self, changed: Iterable[Path]) -> None:
+        """Without the lock: whoever is told may close a watch, or open one."""
+        changed = set(changed)
+        for watch in tuple(self._watches):
+            for path in watch.paths:
+                if path in changed:
+                    watch.tell(path)
+
+    def _run(self) -> None:
+        while self._watches:
+            if self._inotify is None:
+                self._poll_files()
+            else:
+                self._follow(self._inotify)
+        if self._closes_itself:
+            self._close()
+
+    def _close(self) -> None:
+        if self._inotify is not None:
+            self._inotify.close()
+        os.close(self._poke_read)
+        os.close(self._poke_write)
 
     # inotify
 
-    def _open(self) -> INotify | None:
-        """An inotify instance with all watches set, or None where the kernel refuses one."""
+    def _open(self) -> None:
+        """Makes an inotify instance with all watches set, where the kernel gives one."""
         try:
             inotify = INotify(nonblocking=True)
         except OSError as error:
             self._fall_back(f"no inotify instance ({error}; see fs.inotify.max_user_instances)")
-            return None
-        try:
-            self._arm(inotify)
-        except OSError as error:
-            inotify.close()
-            self._fall_back(f"no inotify watch ({error}; see fs.inotify.max_user_watches)")
-            return None
-        if self.polling is not None:
+            return
+        self._inotify = inotify
+        if self._rearm() and self.polling is not None:
             log.info("files are watched again instead of polled")
             self.polling = None
-        return inotify
+
+    def _rearm(self) -> bool:
+        """Whether inotify is there and watches all that it should."""
+        if self._inotify is None:
+            return False
+        try:
+            self._arm(self._inotify)
+        except OSError as error:
+            self._inotify.close()
+            self._inotify = None
+            self._directories = {}
+            self._fall_back(f"no inotify watch ({error}; see fs.inotify.max_user_watches)")
+            return False
+        return True
 
     def _fall_back(self, why: str) -> None:
         if self.polling is None:
@@ -124,6 +214,10 @@ class FileWatch:
                 ", ".join(map(str, self.paths)),
             )
         self.polling = why
+
+    @property
+    def _poll_s(self) -> float:
+        return min((watch.poll_s for watch in self._watches), default=POLL_S)
 
     def _arm(self, inotify: INotify) -> None:
         """Watches each path's directory, or for a missing one its nearest existing ancestor."""
@@ -151,38 +245,39 @@ class FileWatch:
     def _step_towards(ancestor: Path, directory: Path) -> Path:
         return ancestor / directory.relative_to(ancestor).parts[0]
 
-    def _follow(self, inotify: INotify) -> bool:
-        """Until stopped (True) or until inotify fails (False)."""
+    def _follow(self, inotify: INotify) -> None:
+        """Until the last watch has gone, or until inotify fails."""
         poller = select.poll()
         poller.register(inotify.fileno(), select.POLLIN)
-        poller.register(self._stop_read, select.POLLIN | select.POLLHUP)
+        poller.register(self._poke_read, select.POLLIN)
         while True:
-            ready = {fd for fd, _ in poller.poll()}
-            if self._stop_read in ready:
-                self._directories = {}
-                return True
-            changed, rearm = self._changes(inotify)
-            if rearm:
-                try:
-                    self._arm(inotify)
-                except OSError as error:
-                    self._directories = {}
-                    self._fall_back(f"no inotify watch ({error})")
-                    return False
-                changed |= self._differing()
-            for path in self.paths:
-                if path in changed:
+            poller.poll()
+            self._drain()
+            with self._lock:
+                if not self._watches or self._inotify is not inotify:
+                    return
+                changed, rearm = self._changes(inotify)
+                if rearm:
+                    self._rearm()
+                    changed |= self._differing()
+                for path in changed:
                     self._seen[path] = signature(path)
-                    self._wake(path)
+            self._tell(changed)
+
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._poke_read, 4096):
+                pass
 
     def _changes(self, inotify: INotify) -> tuple[set[Path], bool]:
         """The paths that events name, and whether directories came or went."""
         changed: set[Path] = set()
         rearm = False
+        paths = self.paths
         for event in inotify.read(timeout=0):
             directory = self._directories.get(event.wd)
             if event.mask & flags.Q_OVERFLOW:
-                changed |= set(self.paths)
+                changed |= set(paths)
                 rearm = True
             elif directory is None:  # of a watch that is gone
                 continue
@@ -190,32 +285,35 @@ class FileWatch:
                 rearm = True
             else:
                 entry = directory / event.name
-                if entry in self.paths:
+                if entry in paths:
                     changed.add(entry)
-                elif any(path.parent == directory and path.is_symlink() for path in self.paths):
+                elif any(path.parent == directory and path.is_symlink() for path in paths):
                     # A ConfigMap's files are links through `..data`, which alone is replaced.
                     changed |= self._differing()
-                rearm = rearm or any(entry in path.parents for path in self.paths)
+                rearm = rearm or any(entry in path.parents for path in paths)
         return changed, rearm
 
     # polling
 
-    def _poll_files(self) -> bool:
-        """Until stopped (True) or until it is time to ask for inotify again (False)."""
+    def _poll_files(self) -> None:
+        """Until the last watch has gone, or until inotify is to be had again."""
         poller = select.poll()
-        poller.register(self._stop_read, select.POLLIN | select.POLLHUP)
+        poller.register(self._poke_read, select.POLLIN)
         until = time.monotonic() + INOTIFY_RETRY_S
-        while time.monotonic() < until:
-            if poller.poll(self._poll_s * 1000):
-                return True
-            for path in self._differing():
-                self._wake(path)
-        return False
+        while self._watches and self._inotify is None:
+            poller.poll(self._poll_s * 1000)
+            self._drain()
+            with self._lock:
+                if time.monotonic() >= until:
+                    until = time.monotonic() + INOTIFY_RETRY_S
+                    self._open()
+                changed = self._differing()
+            self._tell(changed)
 
     def _differing(self) -> set[Path]:
         """The paths whose signature is not the last seen, which it becomes."""
         now = {path: signature(path) for path in self.paths}
-        changed = {path for path in self.paths if now[path] != self._seen.get(path)}
+        changed = {path for path in now if now[path] != self._seen.get(path)}
         self._seen = now
         return changed
 
