@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 CHECKPOINT = "kubelet_internal_checkpoint"
 USAGE_POLL_S = 10.0
 USAGE_SOON_S = 1.0  # while a pod is being admitted
+TOLD_POLLS = 1.5  # of these times, before PodResources is asked though somebody else should have
 # A container that has had NICs and no GPU for longer will not get one.
 ADMITTED_WITHIN_S = 5.0
 # PodResources has 100 calls a second for all clients; changes that come together are one call.
@@ -67,6 +68,9 @@ class Options:
 
     plugin_dir: Path = Path("/var/lib/kubelet/device-plugins")
     pod_resources: Path | None = None  # None: `observe` is told, or nobody knows what is in use
+    is_told: bool = False
+    """Whether somebody else in this process asks PodResources at each change and tells `observe`:
+    then it is asked here only when nothing has been told for long."""
     advertising: Advertising = field(default_factory=Advertising)
     handing: Handing = field(default_factory=Handing)
     sharing: Sharing = Sharing.DISTRIBUTED
@@ -202,6 +206,7 @@ class DevicePlugin:
             plugin_dir=now.plugin_dir,
             registry_dir=now.registry_dir,
             pod_resources=now.pod_resources,
+            is_told=now.is_told,
             compute_nics=now.compute_nics,
             dev=now.dev,
             proc=now.proc,
@@ -226,6 +231,13 @@ class DevicePlugin:
 
     def observe(self, usage: Usage, *, asked: float) -> None:
         """Take note of what PodResources shows, asked for at `asked` (monotonic seconds)."""
+        with self._lock:  # lists come from this object's thread and from others
+            self._observe(usage, asked=asked)
+            wait_s = USAGE_SOON_S if self._waits_for_list else USAGE_POLL_S
+            self._usage_at = asked + (TOLD_POLLS * wait_s if self.options.is_told else wait_s)
+        self._wake.set()  # decisions that this list has completed are logged
+
+    def _observe(self, usage: Usage, *, asked: float) -> None:
         machine, graph = self._machine, self._graph
         if machine is None or graph is None:
             return
@@ -507,7 +519,8 @@ class DevicePlugin:
             log.warning("%s", sentence)
 
     def _allocated(self) -> None:
-        self._usage_due.set()
+        if not self.options.is_told:
+            self._usage_due.set()
         self._on_allocate()
 
     # What the thread does
@@ -515,7 +528,7 @@ class DevicePlugin:
     def _run(self) -> None:
         files: FileWatch | None = None
         kubelet = self._kubelet
-        if kubelet is not None:
+        if kubelet is not None and not self.options.is_told:
             files = watch([self.options.plugin_dir / CHECKPOINT], self._ask_usage)
         while not self._stopping.is_set():
             try:
@@ -544,8 +557,7 @@ class DevicePlugin:
             self._read_usage(kubelet)
             if not self._wants_own_spec():
                 self._remove_spec()
-            soon = self.held.nics.own or self.decisions.waiting
-            self._usage_at = now + (USAGE_SOON_S if soon else USAGE_POLL_S)
+            self._usage_at = now + (USAGE_SOON_S if self._waits_for_list else USAGE_POLL_S)
         self._log_decisions(wait_s=self._join_s)
         if now >= self._check_at:
             well = self._check(kubelet)
@@ -563,8 +575,14 @@ class DevicePlugin:
             if self.options.handing.has_cdi and cdi.stamps(directories) != self._cdi_stamps:
                 self._publish_again()  # the toolkit writes its files when it likes
 
+    @property
+    def _waits_for_list(self) -> bool:
+        """Whether a pod is being admitted, which a list shows better than any event."""
+        return bool(self.held.nics.own or self.decisions.waiting)
+
     def _ask_usage(self, _: Path | None = None) -> None:
-        self._usage_due.set()
+        if not self.options.is_told:
+            self._usage_due.set()
         self._wake.set()
 
     def _ask_whether_well(self) -> None:

@@ -33,7 +33,7 @@ from rte.kubelet.state import (
 )
 from rte.kubelet.usage import KubeletError, read_allocatable, read_usage
 from rte.kubelet.watch import FileWatch, watch
-from rte.model import Faults, Machine, Observation, PodFacts, Policy
+from rte.model import Faults, Machine, Observation, PodFacts, Policy, Usage
 from rte.publish.access import ApiError
 from rte.publish.patch import may_wake
 from rte.publish.publisher import Outcome, Sink, Wrote
@@ -288,6 +288,8 @@ class Sources(NamedTuple):
     pods: Callable[[], tuple[PodFacts, ...] | None] = lambda: None
     node_allocatable: Callable[[], Mapping[str, int]] = dict  # may raise ApiError
     withheld: Callable[[], Mapping[str, str]] = dict  # cordoned devices and the reason
+    listed: Callable[[Usage, float], None] = lambda usage, asked: None
+    """Told each list as it comes, believed or not, and when it was asked for (monotonic)."""
 
 
 class Counts:
@@ -499,10 +501,12 @@ class Agent:
     def _observe(self, now: float) -> Observation | None:
         """All that is known of the node, or None while it is not to be published."""
         snapshot = self._hardware.latest
+        asked = time.monotonic()
         usage = read_usage(self.kubelet.channel, self.kubelet.timeout_s)
         allocatable = read_allocatable(self.kubelet.channel, self.kubelet.timeout_s)
         handed_out, pods = self._handed_out(), self._sources.pods()
         usage = with_ended(usage, handed_out, allocatable=allocatable, pods=pods)
+        self._sources.listed(usage, asked)
         look = Look(usage=usage, allocatable=allocatable, handed_out=handed_out)
         self.problems.end("kubelet")
         found = doubt(

@@ -554,6 +554,27 @@ def test_pod_resources_say_what_is_in_use(
     resources.stop()
 
 
+def test_a_plugin_that_is_told_does_not_ask(
+    start: Start, kubelet: SmallKubelet, tmp_path: Path
+) -> None:
+    socket = tmp_path / "pr.sock"
+    resources = PodResources(socket)
+    plugin = start(pod_resources=socket, is_told=True)
+    kubelet.await_register()
+    assert until(lambda: resources.calls == 1)  # the first, which nobody may have told yet
+    use = DeviceUse(resource=GPUS, id=uuid(2))
+    held = ContainerUse(name="c", devices=(use,))
+    seen = Usage(pods=(PodUse(pod=PodName(namespace="n", name="p"), containers=(held,)),))
+    plugin.observe(seen, asked=time.monotonic())
+    assert plugin.held.ids() == {uuid(2)}
+    (kubelet.folder / "kubelet_internal_checkpoint").write_text("changed")
+    kubelet.prefer(gpus(0, 1), 1)
+    time.sleep(0.3)
+    assert resources.calls == 1
+    plugin.stop()
+    resources.stop()
+
+
 def test_pod_resources_that_do_not_answer_leave_the_plugin_alone(
     start: Start, kubelet: SmallKubelet, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

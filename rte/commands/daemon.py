@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from pathlib import Path
@@ -180,7 +181,8 @@ class Daemon:
         self._ends: list[Callable[[], None]] = []  # in the order of stopping
         if plugs:
             self.plugin = DevicePlugin(
-                parts.plugin_options(config), on_allocate=lambda: self._wake("allocate")
+                replace(parts.plugin_options(config), is_told=publishes),
+                on_allocate=lambda: self._wake("allocate"),
             )
         if publishes:
             self.agent = self._agent(out)
@@ -428,6 +430,9 @@ class Daemon:
             sink = FolderSink(out)
             sources = Sources(policy=parts.kubelet_policy(config, None, self.node))
         sources = sources._replace(withheld=lambda: self.cordons.now)
+        if plugin is not None:
+            observe = plugin.observe
+            sources = sources._replace(listed=lambda usage, asked: observe(usage, asked=asked))
         return Agent(
             kubelet=Kubelet(
                 channel=channel(config.pod_resources_socket),
