@@ -221,7 +221,9 @@ def remove_spec(directory: Path) -> Path | None:
 
 
 def _gpus(listed: Listed) -> bool:
-    return any(name.startswith(f"{TOOLKIT_VENDOR}/gpu=") for name in listed.names)
+    """Whether single GPUs are listed: a specification that has only `all` names none of them."""
+    kind = f"{TOOLKIT_VENDOR}/gpu="
+    return any(name.startswith(kind) and name != f"{kind}all" for name in listed.names)
 
 
 def _extras(handing: Handing) -> dict[str, str]:

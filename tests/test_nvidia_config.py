@@ -247,6 +247,14 @@ def test_flags_are_understood_and_those_that_change_nothing_are_taken(
     assert got["imex"]["channelIDs"] == [0]
 
 
+def test_the_document_has_every_key() -> None:
+    text = (Path(__file__).parents[1] / "docs/migrate.md").read_text()
+    for key in (*TAKEN, *PASSED_OVER, *FLAGS):
+        assert f"`{key}`" in text, f"docs/migrate.md does not say what becomes of {key}"
+    for key, ours in TAKEN.items():
+        assert f"`{ours}`" in text, (key, ours)
+
+
 def test_a_translation_says_the_same_twice() -> None:
     data = yaml.safe_load(FULL)
     assert translated(data) == translated(data)

@@ -1,0 +1,367 @@
+"""Whatever happens, in whatever order: no device is handed out twice, and none is lost.
+
+The kubelet's managers are the real ones; what they say a pod holds is the truth. `--long` takes
+many more steps and seeds, `-k` with a seed repeats one.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from random import Random
+from typing import Any, TypeVar
+
+import pytest
+
+from plugin.devices import Advertising, MigStrategy, held_devices
+from plugin.life import DevicePlugin, Options
+from rte.kubelet.usage import KubeletError, channel, read_allocatable, read_usage
+from rte.model import (
+    DeviceId,
+    Fault,
+    FaultClass,
+    Gpu,
+    Machine,
+    MigSlice,
+    PodName,
+)
+from tests.conftest import GoProgram
+from tests.real_kubelet import Kubelet, pod
+from tests.small_machine import address, machine, uuid
+
+Answer = TypeVar("Answer")
+
+GPU = "nvidia.com/gpu"
+SINGLE = {"topologyManagerPolicy": "single-numa-node"}
+EIGHT = machine((0, 0, 0, 0, 1, 1, 1, 1), pairs=[(0, 2), (1, 3), (4, 6), (5, 7)])
+SIZES = {"3g.40gb": 2, "1g.10gb": 4}
+GROUPS = {address(n): f"ring-{n // 4}" for n in range(8)}
+SETTLES_S = 15.0  # an Allocate of which no list ever tells counts for 10 s
+STEPS, SEEDS = 500, 1
+LONG_STEPS, LONG_SEEDS = 2000, 5
+
+
+class World:
+    """A node whose hardware, kubelet, plugin and pods a seed throws about."""
+
+    def __init__(self, program: Any, seed: int) -> None:
+        self.dice = Random(seed)
+        self.kubelet = Kubelet(program, SINGLE, rate_limit=False)
+        self.asked = channel(self.kubelet.pod_resources)
+        self.plugged = set(range(8))
+        self.lost: set[int] = set()
+        self.sick: set[int] = set()
+        self.cordoned: set[int] = set()
+        self.cut: dict[int, str] = {}  # GPU → the profile of its slices
+        self.by_group = False
+        self.watched = False
+        self.pods: dict[str, str] = {}  # name → the resource that it asked for
+        self.serial = 0
+        self.told: list[str] = []
+        self.counts = {"admitted": 0, "rejected": 0, "moved": 0}
+        self.plugin = self.started()
+
+    def close(self) -> None:
+        self.plugin.stop()
+        self.asked.close()
+        self.kubelet.close()
+
+    # The hardware
+
+    def slices(self, number: int) -> tuple[MigSlice, ...]:
+        """UUIDs follow from GPU and instance, so other profiles bring the same ones again."""
+        profile = self.cut.get(number)
+        return tuple(
+            MigSlice(
+                id=DeviceId(f"MIG-{number:08x}-0000-4000-8000-{instance:012x}"),
+                profile=str(profile),
+                memory_bytes=10 << 30,
+                gpu_instance=instance,
+                compute_instance=0,
+            )
+            for instance in range(1, SIZES[profile] + 1 if profile else 1)
+        )
+
+    def gpu(self, gpu: Gpu) -> Gpu:
+        if gpu.number in self.lost:
+            return replace(gpu, uuid=None, index=None, lost="GPU is lost")
+        if gpu.number in self.cut:
+            return replace(gpu, mig_enabled=True, slices=self.slices(gpu.number))
+        return gpu
+
+    def machine(self) -> Machine:
+        return replace(
+            EIGHT,
+            pci=tuple(f for n, f in enumerate(EIGHT.pci) if n in self.plugged),
+            gpus=tuple(self.gpu(g) for n, g in enumerate(EIGHT.gpus) if n in self.plugged),
+        )
+
+    def look(self) -> None:
+        """The plugin sees the hardware as it is."""
+        faults = {
+            address(n): (Fault(severity=FaultClass.WITHHOLD, reason="xid-79"),) for n in self.sick
+        }
+        self.plugin.update(self.machine(), faults)
+
+    # The plugin
+
+    def options(self) -> Options:
+        return Options(
+            plugin_dir=self.kubelet.plugin_dir,
+            registry_dir=self.kubelet.registry_dir if self.watched else None,
+            pod_resources=self.kubelet.pod_resources,
+            advertising=Advertising(mig=MigStrategy.MIXED, fabric=GROUPS if self.by_group else {}),
+        )
+
+    def started(self) -> DevicePlugin:
+        self.plugin = DevicePlugin(self.options())
+        self.plugin.withhold({address(n): "test" for n in self.cordoned})
+        self.plugin.start()
+        self.look()
+        return self.plugin
+
+    # What can happen
+
+    def admit(self) -> None:
+        resources = sorted(self.plugin.resources)
+        if not resources:
+            return
+        resource = self.dice.choice(resources)
+        self.serial += 1
+        name = f"pod-{self.serial}"
+        count = self.dice.choice((1, 1, 2, 2, 3, 4))
+        admitted = self.kubelet.admit(pod(name, {resource: count}))
+        if admitted.admitted:
+            self.pods[name] = resource
+            self.counts["admitted"] += 1
+        else:
+            self.kubelet.remove(name)
+            self.counts["rejected"] += 1
+
+    def end(self) -> None:
+        if self.pods:
+            name = self.dice.choice(sorted(self.pods))
+            del self.pods[name]
+            self.kubelet.remove(name)
+
+    def change(self, ill: set[int]) -> set[int]:
+        """One more or one less; well is what most are, most of the time."""
+        if ill and self.dice.random() < 0.65:
+            return ill - {self.dice.choice(sorted(ill))}
+        return ill | {self.dice.randrange(8)}
+
+    def fault(self) -> None:
+        self.sick = self.change(self.sick)
+        self.look()
+
+    def lose(self) -> None:
+        self.lost = self.change(self.lost)
+        self.look()
+
+    def plug(self) -> None:
+        self.plugged = set(range(8)) - self.change(set(range(8)) - self.plugged)
+        self.look()
+
+    def cordon(self) -> None:
+        self.cordoned = self.change(self.cordoned)
+        self.plugin.withhold({address(n): "test" for n in self.cordoned})
+
+    def reshape(self) -> None:
+        """MIG: cut, cut otherwise, or made whole; also while pods have it."""
+        if self.cut and self.dice.random() < 0.5:
+            del self.cut[self.dice.choice(sorted(self.cut))]
+        else:
+            self.cut[self.dice.randrange(8)] = self.dice.choice(sorted(SIZES))
+        self.look()
+
+    def several(self) -> None:
+        for _ in range(self.dice.randrange(2, 5)):
+            self.dice.choice((self.fault, self.plug, self.reshape, self.cordon))()
+
+    def restart_plugin(self) -> None:
+        # The plugin watcher looks once a second: too slow for all restarts to wait for it.
+        self.watched = self.watched and self.dice.random() < 0.2
+        self.again()
+
+    def again(self) -> None:
+        self.plugin.stop()
+        self.started()
+
+    def rename(self) -> None:
+        """Other resource names from the plugin's next start."""
+        self.by_group = not self.by_group
+        self.counts["moved"] += 1
+        self.restart_plugin()
+
+    def reconfigure(self) -> None:
+        self.by_group = not self.by_group
+        if self.plugin.reconfigure(self.options()):
+            self.by_group = not self.by_group
+
+    def other_way(self) -> None:
+        self.watched = not self.watched
+        self.again()
+
+    def restart_kubelet(self) -> None:
+        self.kubelet.restart()
+
+    def crash_kubelet(self) -> None:
+        self.kubelet.kill()
+        self.kubelet.start()
+
+    CHANCES: Mapping[str, int] = {
+        "admit": 40,
+        "end": 25,
+        "fault": 6,
+        "lose": 4,
+        "plug": 5,
+        "cordon": 4,
+        "reshape": 8,
+        "several": 3,
+        "restart_plugin": 3,
+        "rename": 1,
+        "reconfigure": 1,
+        "other_way": 1,
+        "restart_kubelet": 2,
+        "crash_kubelet": 1,
+    }
+
+    def step(self) -> None:
+        (what,) = self.dice.choices(list(self.CHANCES), weights=self.CHANCES.values())  # type: ignore[arg-type]
+        self.told.append(what)
+        getattr(self, what)()
+        self.no_device_twice()
+        if self.dice.random() < 0.2:
+            self.nothing_lost()
+
+    # What must hold
+
+    def held(self) -> dict[PodName, set[tuple[str, str]]]:
+        usage = patiently(lambda: read_usage(self.asked, 10))
+        return {
+            p.pod: {(d.resource, d.id) for c in p.containers for d in c.devices} for p in usage.pods
+        }
+
+    def no_device_twice(self) -> None:
+        """No two pods have one GPU, one slice, or a GPU and a slice that is there of it."""
+        whole = {uuid(n) for n in range(8)}
+        parent = {s.id: uuid(n) for n in self.cut for s in self.slices(n)}
+        holders: dict[DeviceId, PodName] = {}
+        for name, devices in self.held().items():
+            for id in held_devices(DeviceId(id) for _, id in devices):
+                other = holders.setdefault(id, name)
+                assert other == name, self.story(f"{id} is held by {other} and {name}")
+        for id, name in holders.items():
+            if id in parent:
+                other = holders.get(parent[id], name)
+                assert other == name, self.story(f"{id} by {name}, its GPU by {other}")
+        assert set(holders) <= whole | {
+            s.id for n in range(8) for p in SIZES for s in World.of(n, p)
+        }, self.story("an id that never was")
+
+    @staticmethod
+    def of(number: int, profile: str) -> tuple[MigSlice, ...]:
+        world = World.__new__(World)
+        world.cut = {number: profile}
+        return world.slices(number)
+
+    def name_of(self, number: int) -> str:
+        if not self.by_group:
+            return GPU
+        return f"nvidia.com/gpu-fabric.{GROUPS[address(number)]}"
+
+    def expected(self) -> set[tuple[str, str]]:
+        """What the kubelet should be able to hand out, or have handed out, in full health."""
+        here = {pair for pairs in self.held().values() for pair in pairs}
+        wanted: set[tuple[str, str]] = set()
+        for n in self.plugged - self.lost - self.sick - self.cordoned:
+            if n not in self.cut:
+                wanted.add((self.name_of(n), uuid(n)))
+            else:
+                wanted |= {(f"nvidia.com/mig-{self.cut[n]}", str(s.id)) for s in self.slices(n)}
+        parent = {s.id: uuid(n) for n in self.cut for s in self.slices(n)}
+        strays = {(name, id) for name, id in here if (name, id) not in wanted}
+
+        def blocked(name: str, id: str) -> bool:
+            """Held under another name, or as a whole and in parts."""
+            if (name, id) in here:
+                return False
+            return any(
+                other == id
+                or parent.get(DeviceId(other)) == id
+                or parent.get(DeviceId(id)) == other
+                for _, other in strays
+            )
+
+        return {pair for pair in wanted if not blocked(*pair)}
+
+    def offered(self) -> set[tuple[str, str]]:
+        found = patiently(lambda: read_allocatable(self.asked, 10))
+        return {(d.resource, d.id) for d in found.devices}
+
+    def nothing_lost(self) -> None:
+        """Sooner or later the kubelet has exactly what is there and well."""
+        end = time.monotonic() + SETTLES_S
+        while (offered := self.offered()) != (expected := self.expected()):
+            assert time.monotonic() < end, self.story(
+                f"missing {sorted(expected - offered)}, too many {sorted(offered - expected)}"
+            )
+            self.no_device_twice()
+            time.sleep(0.01)
+
+    def all_well(self) -> None:
+        for name in list(self.pods):
+            self.kubelet.remove(name)
+        self.pods = {}
+        self.plugged = set(range(8))
+        self.lost, self.sick, self.cordoned, self.cut = set(), set(), set(), {}
+        self.plugin.withhold({})
+        self.look()
+        self.nothing_lost()
+        assert len(self.offered()) == 8
+        assert self.plugin.double_uses == 0
+        for resource in self.plugin.resources.values():
+            assert resource.counters.preference_faults == 0
+
+    def story(self, problem: str) -> str:
+        return (
+            f"after {len(self.told)} steps, the last {self.told[-12:]}: {problem}\n"
+            f"plugged {self.plugged} lost {self.lost} sick {self.sick} cordoned {self.cordoned} "
+            f"cut {self.cut} by_group {self.by_group}\nheld {self.held()}"
+        )
+
+
+def patiently(read: Callable[[], Answer]) -> Answer:
+    """A connection to a kubelet that has just restarted breaks once."""
+    end = time.monotonic() + 5
+    while True:
+        try:
+            return read()
+        except KubeletError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.01)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    long = metafunc.config.getoption("long")
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(1, (LONG_SEEDS if long else SEEDS) + 1))
+
+
+@pytest.fixture
+def world(go_program: GoProgram, seed: int) -> Iterator[World]:
+    world = World(go_program("kubelet"), seed)
+    yield world
+    world.close()
+
+
+def test_no_device_is_handed_out_twice_and_none_is_lost(
+    world: World, pytestconfig: pytest.Config
+) -> None:
+    steps = LONG_STEPS if pytestconfig.getoption("long") else STEPS
+    for _ in range(steps):
+        world.step()
+    world.nothing_lost()
+    world.all_well()
+    assert world.counts["admitted"] > steps / 20
+    assert world.counts["moved"]
