@@ -23,6 +23,8 @@ from rte.model import (
 
 # The kubelet's masks of NUMA nodes are 64-bit words: a greater id fits no hint.
 NUMA_IDS = 64
+STATED = (NumaSource.SYSFS, NumaSource.OVERRIDE, NumaSource.SOURCE)
+"""SOURCE is what a file says of some node, never of this one."""
 
 
 class MigStrategy(StrEnum):
@@ -138,7 +140,9 @@ def devices(
     addresses of cordoned devices to the reason. Resources without devices are absent.
     """
     functions = {f.address: f for f in machine.pci}
-    cpu_nodes = {n.id for n in machine.numa_nodes if n.cpus and n.id < NUMA_IDS}
+    cpu_nodes = {
+        n.id for n in machine.numa_nodes if (n.cpus or not n.cpus_known) and n.id < NUMA_IDS
+    }
     units, left_out = _units(machine, known or {}, options)
     resources: dict[str, list[Device]] = {}
     for gpu, resource, id, reason in units:
@@ -258,7 +262,7 @@ def _numa(
     """
     if function is None or function.numa is None:
         return ()
-    stated = function.numa_from in (NumaSource.SYSFS, NumaSource.OVERRIDE)
+    stated = function.numa_from in STATED
     if not stated and not options.advertise_inferred:
         return ()
     nodes = next((s for s in options.same_socket if function.numa in s), (function.numa,))

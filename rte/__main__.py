@@ -28,6 +28,7 @@ COMMANDS = {
     "plugin": Command("the device plugin alone"),
     "show": Command("this node, or a recorded one, as a tree and a matrix"),
     "choose": Command("which GPUs a request would get, and why"),
+    "admit": Command("what a kubelet would do with pods, and why: admitted where, or rejected"),
     "record": Command("this node as a folder of text: a bug report, and a test"),
     "release": Command("close NVML in this pod's daemon, for a GPU reset or a driver's unloading"),
     "doctor": Command("what is wrong on this node, and what to do about it, one line each"),

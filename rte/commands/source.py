@@ -19,6 +19,11 @@ from rte.graph.build import Graph, build
 from rte.graph.groups import Group, groups
 from rte.model import Machine
 from rte.sources import MAX_BYTES, UNDERSTOOD, SourceError, parse_source
+from rte.sources.recorded import NVML
+from rte.sources.recorded import read_nvml as read_recorded_nvml
+
+OPTIONS = ("driver", "host.sysfs", "host.procfs", "nvml.")
+"""What says how this node is read."""
 
 
 class CannotRead(Exception):
@@ -28,6 +33,7 @@ class CannotRead(Exception):
 class Source(NamedTuple):
     graph: Graph
     groups: tuple[Group, ...]
+    nvml: NvmlReading | None  # what NVML said, of this node and of recorded ones
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -37,18 +43,20 @@ def add_source(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help=f"{UNDERSTOOD}; - is standard input; without one it is this node",
     )
-    add_options(parser, only=("driver", "host.sysfs", "host.procfs", "nvml."))
+    add_options(parser, only=OPTIONS)
 
 
 def read_source(args: argparse.Namespace) -> Source:
     """The graph of what the arguments name. Raises CannotRead and ConfigError."""
     config = configuration(args)
-    machine = (
-        overridden(read_any(args.source), overrides(config)) if args.source else read_node(config)
-    )
+    if args.source:
+        machine, nvml = overridden(read_any(args.source), overrides(config)), recorded(args.source)
+    else:
+        machine, nvml = read_node(config)
     graph = build(machine, compute_nics=config.nics.compute)
     try:
-        return Source(graph, groups(graph, by=config.groups.by, names=config.groups.names))
+        found = groups(graph, by=config.groups.by, names=config.groups.names)
+        return Source(graph, found, nvml)
     except ValueError as error:
         raise CannotRead(str(error)) from error
 
@@ -63,6 +71,12 @@ def read_any(source: str) -> Machine:
         raise CannotRead(str(error)) from error
 
 
+def recorded(source: str) -> NvmlReading | None:
+    """NVML's answers of a source that could be read, where it is a recorded folder."""
+    folder = Path(source)
+    return read_recorded_nvml(folder / NVML) if source != "-" and folder.is_dir() else None
+
+
 def read_folder(folder: Path) -> Machine:
     if not folder.is_dir():
         raise CannotRead(
@@ -72,7 +86,8 @@ def read_folder(folder: Path) -> Machine:
     return read_any(str(folder))
 
 
-def read_node(config: Config) -> Machine:
+def read_node(config: Config) -> tuple[Machine, NvmlReading | None]:
+    """This node, and what NVML says. Raises CannotRead."""
     try:
         host = read_host(Path(config.host.sysfs), proc=Path(config.host.procfs))
     except SysfsError as error:
@@ -81,7 +96,8 @@ def read_node(config: Config) -> Machine:
         ) from error
     for problem in host.problems:
         print(f"rte: {problem}", file=sys.stderr)
-    return assemble(host, read_nvml(config), overrides=overrides(config))
+    nvml = read_nvml(config)
+    return assemble(host, nvml, overrides=overrides(config)), nvml
 
 
 def read_nvml(config: Config) -> NvmlReading | None:

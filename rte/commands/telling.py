@@ -47,13 +47,13 @@ class Teller:
         if any(use.devices for use in answer.containers) and spec.qos != "Guaranteed":
             words = f"{spec.qos} pods have no CPUs and memory of their own, only devices"
             self.ink.labelled("", words)
-        unknown = {
-            name
-            for container in spec.containers
-            for name in container.limits
-            if "/" in name and name not in self.state().devices
-        }
-        for name in sorted(unknown):
+        self.unregistered(spec)
+
+    def unregistered(self, spec: PodSpec) -> None:
+        """What the pod asks for that the kubelet knows nothing of."""
+        known = self.state().devices
+        asks = {name for container in spec.containers for name in container.limits}
+        for name in sorted(name for name in asks if "/" in name and name not in known):
             self.ink.labelled("", f"no plugin has registered {name}: the kubelet starts it without")
 
     def place(self, use: ContainerUse) -> str:
