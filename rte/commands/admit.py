@@ -54,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # One list, as only the first file's content says whether it is a machine or a pod.
     parser.add_argument(
         "given",
-        metavar="[SOURCE] POD.yaml",
+        metavar="POD.yaml",
         nargs="+",
-        help=f"SOURCE is {UNDERSTOOD}; - is standard input; without one it is this node. "
-        "The manifests' pods are admitted in their order, on a node without others",
+        help=f"the first one may be SOURCE: {UNDERSTOOD}; - is standard input; without one it is "
+        "this node. The pods are admitted in their order, on a node without others",
     )
     parser.add_argument(
         "--policy",
@@ -94,7 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", choices=["text", "json"], default="text", help="for people or programs"
     )
-    add_options(parser, only=(*OPTIONS, "devices.", "sharing.", "nics."))
+    parser.usage = "%(prog)s [-h] [options] [SOURCE] POD.yaml ..."
+    add_options(parser, only=(*OPTIONS, "devices.migStrategy", "devices.sharedAllocation"))
 
 
 def main(args: argparse.Namespace) -> int:
@@ -321,11 +322,12 @@ def pod_document(node: AdmitNode, answer: Answer) -> dict[str, Any]:
 
 
 def container_document(node: AdmitNode, found: Admitted, use: ContainerUse) -> dict[str, Any]:
-    name_of = names(node.graph)
+    name_of, position = names(node.graph), node.graph.position
     affinity = found.affinity.get(use.name)
     return {
         "name": use.name,
         "affinity": None if affinity is None else list(affinity),
+        # In PCI order, as everywhere else.
         "devices": [
             {
                 "resource": device.resource,
@@ -333,7 +335,7 @@ def container_document(node: AdmitNode, found: Admitted, use: ContainerUse) -> d
                 "name": part_name(device.id, name_of),
                 "numa_nodes": list(device.numa),
             }
-            for device in use.devices
+            for device in sorted(use.devices, key=lambda d: (d.resource, position.get(d.id, 0)))
         ],
         "cpus": list(use.cpus),
         "memory": [
