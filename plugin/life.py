@@ -123,6 +123,7 @@ class DevicePlugin:
         self._used: Mapping[Listed, tuple[PodName, ...]] = {}  # who holds what, of all resources
         self._wanted: frozenset[Listed] = frozenset()  # what would be listed if nothing had to wait
         self._leaving: dict[Listed, float] = {}  # taken out of a list, and when (monotonic seconds)
+        self._former: Mapping[DeviceId, Owner] = {}  # owners, with those of what is leaving
         self._strays: frozenset[Listed] = frozenset()  # held, and not to be listed any more
         self._kubelet: grpc.Channel | None = None
         self._twice: Mapping[DeviceId, tuple[PodName, ...]] = {}
@@ -175,6 +176,8 @@ class DevicePlugin:
             registration.stop()
         if self._thread.is_alive():
             self._thread.join()
+        if self._kubelet is not None:
+            self._kubelet.close()  # not before: a Register may still ask something
         self._remove_spec()
 
     def update(self, machine: Machine, faults: Faults, *, graph: Graph | None = None) -> None:
@@ -332,13 +335,17 @@ class DevicePlugin:
             for pair, at in {**dict.fromkeys(gone, now), **self._leaving}.items()
             if pair not in self._wanted
         }
+        who = owners(known.gpu for known in self._known.values())
         found = settled(
             wanted,
             listed=listed,
             used=self._in_use(),
             leaving=self._leaving,
-            owners=owners(known.gpu for known in self._known.values()),
+            owners=who,
+            former=self._former,
         )
+        leaving = held_devices(pair.id for pair in self._leaving)
+        self._former = {**{i: o for i, o in self._former.items() if i in leaving}, **who}
         for new, old in found.waiting.items():
             pods = " and ".join(f"{p.namespace}/{p.name}" for p in self._used.get(old, ()))
             if pods:
@@ -546,8 +553,6 @@ class DevicePlugin:
         self._log_decisions(wait_s=0)
         if files is not None:
             files.close()
-        if kubelet is not None:
-            kubelet.close()
 
     def _look(self, kubelet: grpc.Channel | None) -> None:
         """Whatever is due: ask what is in use, log, see whether the kubelet has our devices."""
@@ -565,6 +570,8 @@ class DevicePlugin:
                 self._let_go(kubelet)
                 well = well and not self._leaving
             self._check_at = now + (CHECK_WELL_S if well else CHECK_ILL_S)
+            if self._leaving:
+                self._check_soon()
             if well and not self._settled:
                 # What has been loaded by now stays: without it a full collection takes 10 ms, in
                 # the middle of a call, with it nothing.
@@ -577,8 +584,9 @@ class DevicePlugin:
 
     @property
     def _waits_for_list(self) -> bool:
-        """Whether a pod is being admitted, which a list shows better than any event."""
-        return bool(self.held.nics.own or self.decisions.waiting)
+        """Whether a pod is being admitted, or holds what is to be offered under another name: a
+        list shows the one and the other's end better than any event."""
+        return bool(self.held.nics.own or self.decisions.waiting or self._strays)
 
     def _ask_usage(self, _: Path | None = None) -> None:
         if not self.options.is_told:
@@ -599,20 +607,19 @@ class DevicePlugin:
         offered = self._allocatable(kubelet)
         nobody_says = kubelet is None or offered is None
         over = {
-            pair
+            pair: at
             for pair, at in tuple(self._leaving.items())
             if asked - at > (READ_S if nobody_says else SENT_S)
             and (offered is None or pair.id not in offered.get(pair.resource, ()))
-            and pair.id not in self.held.ids()
+            and (nobody_says or pair.id not in self.held.ids())
         }
         if over and kubelet is not None and offered is not None:
             self._read_usage(kubelet)  # what was given away in the last moment is in it
         if over:
             with self._lock:
-                self._leaving = {p: at for p, at in self._leaving.items() if p not in over}
+                left = self._leaving.items()
+                self._leaving = {p: at for p, at in left if over.get(p) != at}
                 self._publish_again()
-        if self._leaving:
-            self._check_soon()
 
     def _log_decisions(self, *, wait_s: float) -> None:
         """A line each, here and not in the call: a full pipe must not hold up an admission."""

@@ -45,20 +45,23 @@ def settled(
     used: Collection[Listed],
     leaving: Collection[Listed],
     owners: Mapping[DeviceId, Owner],
+    former: Mapping[DeviceId, Owner] | None = None,
 ) -> Settled:
     """The wanted lists, without what the kubelet could hand out or has handed out otherwise.
 
     `listed` is what the lists have now, `used` what pods hold, `leaving` what was taken out of a
     list and may be handed out until the kubelet has seen that. What pods hold stays in its list,
-    unhealthy, until they end.
+    unhealthy, until they end. `former` are owners of what is no more: a slice that a pod had is
+    in nobody's way, one that is still offered is.
     """
     now = pairs(wanted)
     over = [pair for pair in {*used, *leaving} if pair not in now]
     waiting = {}
     if over:  # seldom: all else is wanted as it is
+        whose = {o: owners if o in used else {**(former or {}), **owners} for o in sorted(over)}
         for name, devices in wanted.items():
             for device in devices:
-                before = next((o for o in sorted(over) if overlaps(o.id, device, owners)), None)
+                before = next((o for o in whose if overlaps(o.id, device, whose[o])), None)
                 if before is not None and Listed(name, device.id) not in used:
                     waiting[Listed(name, device.id)] = before
     kept: dict[str, list[Device]] = {}

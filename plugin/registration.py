@@ -20,13 +20,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 
 from plugin.api import deviceplugin_pb2 as api
 from plugin.api import deviceplugin_pb2_grpc as rpc
-from plugin.api import pluginregistration_pb2 as watcher_api
-from plugin.api import pluginregistration_pb2_grpc as watcher_rpc
 from plugin.service import OPTIONS, Resource, Service
 from rte.kubelet.usage import KubeletError, channel, target
 from rte.kubelet.watch import watch
@@ -53,6 +52,12 @@ CALLS = 32
 
 Signature = tuple[int, int, int]
 """Device, inode and time of making: a new socket in the place of the old one differs."""
+
+
+class Notice(NamedTuple):
+    """What the plugin watcher said."""
+
+    refused: str | None  # why the kubelet did not take the plugin
 
 
 class Registration:
@@ -83,7 +88,7 @@ class Registration:
         self._kubelet_tried: Signature | None = None
         self._on_registered = on_registered
         self._served = served
-        self._notified: watcher_api.RegistrationStatus | None = None  # by the plugin watcher
+        self._notified: Notice | None = None  # by the plugin watcher
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._again: str | None = None
@@ -228,7 +233,9 @@ class Registration:
         service = Service(self.resource)
         rpc.add_DevicePluginServicer_to_server(service, server)
         if self.watched:
-            watcher_rpc.add_RegistrationServicer_to_server(Watched(self), server)
+            from plugin.watcher import serve  # noqa: PLC0415 - by option; memory
+
+            serve(server, self.resource.name, VERSION, self.notify)
         # gRPC removes the path that it bound, whenever it gets to it: under a name of its own
         # that cannot be the socket that a next server has put there meanwhile.
         temporary = self._temporary()
@@ -275,18 +282,18 @@ class Registration:
             self._wait(CHECK_S)
         return reason
 
-    def notify(self, status: watcher_api.RegistrationStatus) -> None:
+    def notify(self, refused: str | None) -> None:
         """What the plugin watcher says, each kubelet anew."""
-        self._notified = status
+        self._notified = Notice(refused)
         self._wake.set()
 
     def _take_notice(self) -> None:
-        status, self._notified = self._notified, None
-        if status is None:
+        notice, self._notified = self._notified, None
+        if notice is None:
             return
-        if not status.plugin_registered:
+        if notice.refused is not None:
             self.registered_at = None
-            raise KubeletError("plugin watcher", f"the kubelet did not take it: {status.error}")
+            raise KubeletError("plugin watcher", f"the kubelet did not take it: {notice.refused}")
         self._said = None
         self._registered(signature(self.kubelet))
 
@@ -334,29 +341,6 @@ class Registration:
     def _temporary(self) -> Path:  # the plugin watcher passes over names with a dot
         number = zlib.crc32(self.resource.name.encode())  # short: there are 107 bytes for the path
         return self.socket.with_name(f".rte.{os.getpid()}.{number:08x}")
-
-
-class Watched(watcher_rpc.RegistrationServicer):
-    """What the kubelet's plugin watcher asks a socket that it found."""
-
-    def __init__(self, registration: Registration) -> None:
-        self._registration = registration
-
-    def GetInfo(
-        self, request: watcher_api.InfoRequest, context: grpc.ServicerContext
-    ) -> watcher_api.PluginInfo:
-        # No endpoint: it is this socket, whose path on the host we need not know.
-        return watcher_api.PluginInfo(
-            type="DevicePlugin",
-            name=self._registration.resource.name,
-            supported_versions=[VERSION],
-        )
-
-    def NotifyRegistrationStatus(
-        self, request: watcher_api.RegistrationStatus, context: grpc.ServicerContext
-    ) -> watcher_api.RegistrationStatusResponse:
-        self._registration.notify(request)
-        return watcher_api.RegistrationStatusResponse()
 
 
 def socket_names(resource: str) -> tuple[str, ...]:
