@@ -118,6 +118,7 @@ class Pacer:
         self._last = now
         if urgent and not self._retry_is_order:
             self._retry_at = None
+            self._failures = 0  # a socket that is just being made may need another try, soon
 
     def next(self) -> float:
         """When to wake up: to look, to read back or to echo, whichever is first."""
