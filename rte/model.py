@@ -78,6 +78,10 @@ class NumaSource(StrEnum):
     RELATION = "relation"
     """A device that is no further than a host bridge of the same node has it."""
 
+    @property
+    def is_stated(self) -> bool:
+        return self in (NumaSource.SYSFS, NumaSource.OVERRIDE)
+
 
 class Level(IntEnum):
     """How far apart two PCI functions are, nearer is greater. Names are NVML's and nvidia-smi's."""

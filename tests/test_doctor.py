@@ -130,6 +130,18 @@ def test_a_gpu_without_a_numa_node_is_named_with_the_option_that_says_it(
         assert "numa.overrides" in found["numa"][0]["do"]
 
 
+def test_a_numa_node_that_is_only_inferred_is_named_until_it_is_advertised(
+    node: DaemonProcess,
+) -> None:
+    (node.sys / "bus/pci/devices" / node.gpus[0].pci / "numa_node").unlink()
+    node.write_config()
+    (said,) = doctor(node)[1]["numa"]
+    assert "gpu-0" in said["what"]
+    assert "inferred from parent: 0" in said["what"]
+    node.write_config(numa={"advertiseInferred": True})
+    assert "numa" not in doctor(node)[1]
+
+
 def test_the_kubelet_is_compared_with_the_sample(node: DaemonProcess) -> None:
     Path(node.config["kubelet"]["configFile"]).write_text(
         "{apiVersion: kubelet.config.k8s.io/v1beta1, kind: KubeletConfiguration}"

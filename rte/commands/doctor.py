@@ -159,16 +159,27 @@ def hardware_findings(host: Host, state: State | None, config: Config) -> Iterat
                 yield wrong("nvml", str(unread), unread.do)
     machine = assemble(host, reading, overrides=node.overrides(config))
     yield from gpu_findings(machine, reading, state)
-    for gpu in machine.gpus:
-        if machine.numa_of(gpu.pci) is None and len(machine.numa_nodes) > 1:
-            yield wrong(
-                "numa",
-                f"{gpu.name} ({gpu.pci}) has no NUMA node: the firmware says none",
-                f"say it: numa.overrides: {{'{gpu.pci}': NODE}}; it is advertised without topology",
-            )
+    yield from numa_findings(machine, config)
     for note in machine.unknown:
         if reading is not None:
             yield advice("hardware", note, "`rte show` has the whole picture")
+
+
+def numa_findings(machine: Machine, config: Config) -> Iterator[Finding]:
+    """GPUs that are advertised without topology on a machine with several NUMA nodes."""
+    if len(machine.numa_nodes) < 2:
+        return
+    for gpu in machine.gpus:
+        device = machine.device(gpu.pci)
+        inferred = device.numa_from if device else None
+        if inferred and (inferred.is_stated or config.numa.advertise_inferred):
+            continue
+        yield wrong(
+            "numa",
+            f"{gpu.name} ({gpu.pci}) has no NUMA node: the firmware says none"
+            + (f" (inferred from {inferred.value}: {device.numa})" if device and inferred else ""),
+            f"say it: numa.overrides: {{'{gpu.pci}': NODE}}; it is advertised without topology",
+        )
 
 
 class Unread(Exception):

@@ -216,10 +216,12 @@ class Hardware:
         doubt = self.doubt(before)
         trouble = self.worker.problem if self.unasked is None else None
         notes = self.worker.notes if reading else ()
-        self.say((*host.problems, *filter(None, (trouble, doubt)), *notes))
         machine = None
         if (reading or self.unasked is not None) and not doubt:
             machine = assemble(host, reading, overrides=self.overrides)
+        seen = machine or (self.latest.machine if self.latest else None)
+        nowhere = without_numa(seen) if seen else None
+        self.say((*host.problems, *filter(None, (trouble, doubt, nowhere)), *notes))
         if self.injection:
             why = self.injection.outgrown(
                 host, machine if self.is_fresh else None, self.worker, now_s=self.clock()
@@ -376,6 +378,19 @@ def answering(read: Read) -> frozenset[PciAddress]:
     """The GPUs of the driver that answered."""
     found = (parse_address(gpu.bus_id) for gpu in read.reading.gpus if gpu.error is None)
     return frozenset(a for a in found if a is not None and read.drivers.get(a) == "nvidia")
+
+
+def without_numa(machine: Machine) -> str | None:
+    """Of which GPUs nobody states the NUMA node, where there are several, in words."""
+    if sum(bool(node.cpus) for node in machine.numa_nodes) < 2:
+        return None
+    found = ((gpu, machine.device(gpu.pci)) for gpu in machine.gpus)
+    names = ", ".join(
+        f"{gpu.name} ({gpu.pci})"
+        for gpu, device in found
+        if device is None or device.numa_from is None or not device.numa_from.is_stated
+    )
+    return f"the kernel states no NUMA node of {names}; numa.overrides can" if names else None
 
 
 def differences(before: Faults, seen: Snapshot) -> Iterator[tuple[str, int]]:
