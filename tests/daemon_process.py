@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import yaml
 
@@ -63,7 +63,7 @@ class DaemonProcess:
         self.log_file = folder / "log"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> DaemonProcess:
+    def __enter__(self) -> Self:
         self.kubelet.start()
         self.pods.__enter__()
         return self
@@ -97,7 +97,7 @@ class DaemonProcess:
     def environment(self) -> Mapping[str, str]:
         return {**os.environ, "PYTHONWARNINGS": "error", **self.driver.env}
 
-    def start(self, *arguments: str, **changed: Any) -> DaemonProcess:
+    def start(self, *arguments: str, **changed: Any) -> Self:
         """Starts it, without waiting for anything."""
         self.config |= changed
         self.write_config()
@@ -111,7 +111,7 @@ class DaemonProcess:
             )
         return self
 
-    def registered(self) -> DaemonProcess:
+    def registered(self) -> Self:
         """Returns when the kubelet has its first list."""
         before = len(self.kubelet.lists[GPUS])
         self.kubelet.await_register(PATIENCE_S)
