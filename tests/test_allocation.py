@@ -167,7 +167,7 @@ def test_a_second_replica_is_refused_by_option(second: str) -> None:
 
 
 def test_nccl_gets_its_file_once_it_is_there() -> None:
-    wanted = {"nccl_topology_dir": "/run/topology"}
+    wanted: dict[str, Any] = {"nccl_topology_dir": "/run/topology"}
     answer = given(A, nodes=Nodes(nccl_topology=True), **wanted)
     assert answer.envs["NCCL_TOPO_FILE"] == "/run/rte-nccl/topology.xml"
     assert answer.mounts == (
