@@ -249,6 +249,7 @@ def two_names(node: Node) -> None:
     ring = "nvidia.com/gpu-fabric.ring-0"
     groups = {address(n): "ring-0" for n in range(8)}
     node.start(advertising=Advertising(fabric=groups))
+    assert set(node.kubelet.devices(ring)) == set(ALL)
     assert set(node.kubelet.lists) == {ring}
 
 
