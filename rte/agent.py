@@ -517,6 +517,7 @@ class Agent:
             running=None
             if pods is None
             else frozenset(pod.pod for pod in pods if pod.phase not in ENDED),
+            ended=frozenset(pod.uid for pod in pods or () if pod.phase in ENDED),
         )
         gpus_before = self.observation.machine.gpus if self.observation else ()
         if found is None and gpus_before and snapshot is not None and not snapshot.machine.gpus:

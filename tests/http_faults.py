@@ -1,12 +1,15 @@
 """An HTTP server on loopback that passes requests on to an API server, or does as it is told."""
 
+import contextlib
 import http.client
 import socket
 import ssl
+import sys
 import threading
 from email.message import Message
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from tests.real_apiserver import ApiServer
@@ -21,6 +24,14 @@ class Fault(NamedTuple):
     after: bool = False  # the request is passed on first, and only its answer is lost
 
 
+class QuietServer(ThreadingHTTPServer):
+    """Says nothing of clients that have gone."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
 class FaultyProxy:
     """Use as a context manager; `faults` are consumed by the next requests, one each."""
 
@@ -29,7 +40,7 @@ class FaultyProxy:
         self.faults: list[Fault] = []
         self.seen: list[tuple[str, str, int]] = []  # method, path without query, bytes of body
         self.hang_ends = threading.Event()
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
+        self.http = QuietServer(("127.0.0.1", 0), self.handler())
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,))
@@ -61,9 +72,10 @@ class FaultyProxy:
             def pass_on(self) -> None:
                 content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 proxy.seen.append((self.command, urlsplit(self.path).path, len(content)))
+                if "watch=true" in self.path:
+                    self.pass_watch_on()
+                    return
                 fault = proxy.faults.pop(0) if proxy.faults else None
-                if fault is None and "watch=true" in self.path:
-                    fault = Fault()  # answers are passed on whole, and a watch has no end
                 if fault is not None and not fault.after:
                     self.fail(fault)
                     return
@@ -72,6 +84,20 @@ class FaultyProxy:
                     self.fail(fault)
                     return
                 self.reply(status, (("Content-Type", kind),), body)
+
+            def pass_watch_on(self) -> None:
+                """As it comes, until one side ends it; faults are for the other requests."""
+                connection, answer = proxy.open("GET", self.path, b"", self.headers)
+                with contextlib.closing(connection), contextlib.suppress(OSError, HTTPException):
+                    self.send_response(answer.status)
+                    self.send_header("Content-Type", answer.headers.get("Content-Type", ""))
+                    self.send_header("Transfer-Encoding", "chunked")
+                    self.end_headers()
+                    while part := answer.read1(65536):
+                        self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+                        self.wfile.flush()
+                    self.wfile.write(b"0\r\n\r\n")
+                    self.wfile.flush()
 
             def fail(self, fault: Fault) -> None:
                 if fault.status == 0:
@@ -97,16 +123,19 @@ class FaultyProxy:
     def ask(
         self, method: str, path: str, content: bytes, headers: Message
     ) -> tuple[int, str, bytes]:
+        connection, answer = self.open(method, path, content, headers)
+        with contextlib.closing(connection):
+            return answer.status, answer.headers.get("Content-Type", ""), answer.read()
+
+    def open(
+        self, method: str, path: str, content: bytes, headers: Message
+    ) -> tuple[http.client.HTTPSConnection, http.client.HTTPResponse]:
         target = urlsplit(self.server.url)
         context = ssl.create_default_context(cafile=str(self.server.ca))
         connection = http.client.HTTPSConnection(
-            target.hostname or "", target.port, context=context, timeout=30
+            target.hostname or "", target.port, context=context, timeout=None
         )
-        try:
-            kept = ("Authorization", "Content-Type", "Accept")
-            passed = {name: headers[name] for name in kept if headers[name]}
-            connection.request(method, path, content or None, passed)
-            answer = connection.getresponse()
-            return answer.status, answer.headers.get("Content-Type", ""), answer.read()
-        finally:
-            connection.close()
+        kept = ("Authorization", "Content-Type", "Accept")
+        passed = {name: headers[name] for name in kept if headers[name]}
+        connection.request(method, path, content or None, passed)
+        return connection, connection.getresponse()

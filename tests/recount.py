@@ -54,12 +54,14 @@ def recount_all(
     alive: Collection[str],
     *,
     ours: Collection[str] = (),
+    gone: Collection[str] = (),
     totals: Mapping[str, int] | None = None,
 ) -> Zones:
     """The same for any devices: resource → id → NUMA nodes.
 
-    Of resources in `ours` each device counts, of others those that are healthy or held. `totals`
-    are what each zone is to offer of what no manager binds.
+    Of resources in `ours` each device counts, of others those that are healthy or held. `gone` are
+    resources whose plugin has gone, which the checkpoint does not say. `totals` are what each zone
+    is to offer of what no manager binds.
     """
     config = yaml.safe_load((root / "config.yaml").read_text())
     zones: Zones = {}
@@ -75,7 +77,15 @@ def recount_all(
             alone = config.get("topologyManagerPolicy") == "single-numa-node"
             zone.update(count_memory(root, node, alive, alone=alone))
         for name, nodes in devices.items():
-            counted = count_devices(root, name, node["id"], nodes, alive, all_=name in ours)
+            counted = count_devices(
+                root,
+                name,
+                node["id"],
+                nodes,
+                alive,
+                all_=name in ours,
+                offered=name not in gone,
+            )
             if counted.capacity:
                 zone[name] = counted
     return zones
@@ -149,11 +159,13 @@ def count_devices(
     alive: Collection[str],
     *,
     all_: bool,
+    offered: bool,
 ) -> Counted:
     path = root / "device-plugins" / "kubelet_internal_checkpoint"
     data = json.loads(path.read_text())["Data"] if path.exists() else {}
     here = {name for name, nodes in devices.items() if node in nodes}
-    healthy = here & set((data.get("RegisteredDevices") or {}).get(resource) or ())
+    registered = (data.get("RegisteredDevices") or {}).get(resource) or ()
+    healthy = here & set(registered if offered else ())
     held = {
         name
         for entry in data.get("PodDeviceEntries") or ()

@@ -234,6 +234,13 @@ def test_after_a_restart_only_pods_that_the_api_server_has_are_waited_for() -> N
     assert doubt(look({}, {A: (0,)}), before=before, restarted=True, running=frozenset()) is None
 
 
+def test_what_a_rejected_pod_leaves_in_the_files_is_no_reason() -> None:
+    before = look({"a": (0,)})
+    now = look({"a": (0,)}, {A: (0,), B: (1,)})
+    assert doubt(now, before=before, restarted=False) is not None
+    assert doubt(now, before=before, restarted=False, ended=frozenset({"b"})) is None
+
+
 BELIEF: dict[str, tuple[Look | None, Look, bool, str | None]] = {
     "all is as it was": (look({"a": (0,)}), look({"a": (0,)}), False, None),
     "a pod came": (look({}), look({"a": (0,)}), False, None),

@@ -51,13 +51,16 @@ def doubt(
     before: Look | None,
     restarted: bool,
     running: frozenset[PodName] | None = None,
+    ended: frozenset[str] = frozenset(),
 ) -> Doubt | None:
     """Why a look should be repeated before it is believed, or None.
 
     `before` is the last look that was believed, `restarted` whether the kubelet has started anew
     since, `running` the pods that the API server has on this node and that have not ended, or None
-    where it is not asked. What the files keep of pods that have ended is no reason: it was in the
-    files before. After a restart it is one, for all pods that ran before come back one by one.
+    where it is not asked, `ended` the UIDs of those that have. What the files keep of pods that
+    have ended is no reason: it was in the files before, and of a rejected pod the API server soon
+    says that it has failed. After a restart it is one, for all pods that ran before come back one
+    by one.
     """
     had_pods = before is not None and before.usage.pods
     could_have = had_pods or (before is None and _things(look.handed_out))
@@ -72,7 +75,11 @@ def doubt(
     if before is None or look.handed_out is None:
         return None
     listed = frozenset(_listed(look.usage.pods))
-    missing = {pair for pair in _things(look.handed_out) if pair[1] not in listed}
+    missing = {
+        (holder, thing)
+        for holder, thing in _things(look.handed_out)
+        if thing not in listed and holder[0] not in ended
+    }
     known = _things(before.handed_out)
     if restarted:
         come_back = (p for p in before.usage.pods if running is None or p.pod in running)

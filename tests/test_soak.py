@@ -1,0 +1,367 @@
+"""`rte run` as a process for many random steps: a real kubelet's managers, a real API server behind
+a proxy that injects faults, NVML over the fake library.
+
+After each step the published object is what a recount from the kubelet's own files says, and while
+nothing happens nothing is written. RTE_SOAK_STEPS says how many steps (2 000 with --long), and
+RTE_SOAK_SEED which.
+"""
+
+import itertools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rte.model import NumaNode
+from rte.sources.recorded import read_recorded, unpack
+from tests.conftest import StartKubelet
+from tests.fake_nvml import Driver
+from tests.http_faults import Fault, FaultyProxy
+from tests.machines.description import FOLDER
+from tests.real_apiserver import MERGE
+from tests.real_apiserver import ApiServer as RealApiServer
+from tests.real_kubelet import Kubelet, pod
+from tests.recount import GPU, Zones, gpu_nodes, published, recount_all
+from tests.simple_plugin import SimplePlugin
+
+ROOT = Path(__file__).parents[1]
+CRDS = ROOT / "crds"
+RECORDED = FOLDER / "pcie-a100-pairs"
+OTHER = "example.com/nic"
+NICS = {f"nic-{n}": (n % 2,) for n in range(4)}
+PATH = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/"
+PODS = "/api/v1/namespaces/default/pods"
+STEPS, LONG_STEPS = 60, 2000
+IDLE_EVERY, IDLE_S = 100, 2.0
+RIGHT_WITHIN_S = 20.0
+NUMBERS = itertools.count()
+CONFIG = {
+    "topologyManagerPolicy": "single-numa-node",
+    "cpuManagerPolicy": "static",
+    "cpuManagerPolicyOptions": {"full-pcpus-only": "true"},
+    "memoryManagerPolicy": "Static",
+}
+FAULTS = {
+    "a server error": [Fault(500)],
+    "three server errors": [Fault(503)] * 3,
+    "a conflict": [Fault(409, body=b'{"kind":"Status","code":409,"reason":"Conflict"}')],
+    "too many requests": [Fault(429, (("Retry-After", "1"),))],
+    "a lost answer": [Fault(503, after=True)],
+    "no answer": [Fault()],
+    "unauthorized": [Fault(401)],
+}
+
+
+class World:
+    """One node with everything around the daemon, and the steps that change it."""
+
+    def __init__(
+        self, kubelet: StartKubelet, real: RealApiServer, proxy: FaultyProxy, folder: Path
+    ) -> None:
+        self.name = f"soak-{next(NUMBERS)}"
+        self.real = real
+        self.proxy = proxy
+        self.folder = folder
+        machine = read_recorded(RECORDED)
+        self.kubelet: Kubelet = kubelet(CONFIG, machine=list(map(described, machine.numa_nodes)))
+        self.gpus = gpu_nodes(RECORDED)
+        self.numbers = {str(gpu.uuid): gpu.number for gpu in machine.gpus}
+        self.driver = Driver(folder / "driver", RECORDED)
+        self.nics = SimplePlugin(OTHER, NICS)
+        self.has_nics = False
+        self.alive: dict[str, str] = {}  # name → UID
+        self.ended: list[str] = []  # pods that have ended and are still there
+        self.sick: dict[str, str] = {}  # GPU → line of the control file
+        self.done: Counter[str] = Counter()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.port = 0
+        real.create_node(self.name)
+
+    # The daemon
+
+    def start(self) -> None:
+        host = self.folder / "host"
+        unpack(RECORDED / "sys.txt", host)
+        access = yaml.safe_load(self.real.kubeconfig.read_text())
+        access["clusters"][0]["cluster"] = {"server": self.proxy.url}
+        (self.folder / "kubeconfig").write_text(yaml.safe_dump(access))
+        self.port = free_port()
+        config = {
+            "nodeName": self.name,
+            "stateDir": str(self.folder / "run"),
+            "host": {"sysfs": str(host / "sys"), "procfs": str(host / "proc"), "interval": "300ms"},
+            "kubelet": {
+                "rootDir": str(self.kubelet.root),
+                "configFile": str(self.kubelet.root / "config.yaml"),
+            },
+            "api": {"kubeconfig": str(self.folder / "kubeconfig"), "timeout": "1s"},
+            "nrt": {"echo": 0},
+            "health": {"coolDown": "100ms"},
+            "http": {"address": "127.0.0.1", "port": self.port},
+        }
+        (self.folder / "run").mkdir()
+        (self.folder / "rte.yaml").write_text(yaml.safe_dump(config))
+        self.launch()
+
+    def launch(self) -> None:
+        command = [sys.executable, "-m", "rte", "run", "--config", str(self.folder / "rte.yaml")]
+        environment = {**os.environ, "PYTHONWARNINGS": "error", **self.driver.env}
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, cwd=ROOT, stdout=log, stderr=log
+            )
+        self.kubelet.wait_devices(GPU, len(self.gpus) - len(self.sick), within_s=30)
+
+    def end(self) -> None:
+        self.nics.stop()
+        if self.process is not None:
+            self.process.send_signal(signal.SIGTERM)
+            assert self.process.wait(20) == 0, self.log()
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()[-3000:]
+
+    def metric(self, name: str) -> float:
+        url = f"http://127.0.0.1:{self.port}/metrics"
+        text = urllib.request.urlopen(url, timeout=5).read().decode()
+        values = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        return sum(map(float, values))
+
+    # Comparing
+
+    def expected(self) -> Zones:
+        return recount_all(
+            self.kubelet.root,
+            self.kubelet.machine,
+            {GPU: {id: (node,) for id, node in self.gpus.items()}, OTHER: NICS},
+            set(self.alive.values()),
+            ours={GPU},
+            gone=() if self.has_nics else {OTHER},
+        )
+
+    def body(self) -> dict[str, Any]:
+        answer = self.real.request("GET", PATH + self.name)
+        return answer.body if answer.status == 200 else {"zones": []}
+
+    def until_right(self) -> float:
+        begun = time.monotonic()
+        while published(self.body()) != self.expected():
+            assert self.process is not None
+            assert self.process.poll() is None, self.log()
+            if time.monotonic() > begun + RIGHT_WITHIN_S:
+                assert published(self.body()) == self.expected(), (self.done, self.log())
+            time.sleep(0.005)
+        return time.monotonic() - begun
+
+    # What happens
+
+    def admit(self, chance: random.Random) -> None:
+        name = f"p{next(NUMBERS)}"
+        init = containers(chance, 1) if chance.random() < 0.2 else []
+        body = pod(name, *containers(chance, chance.choice([1, 1, 1, 2])), init=init)
+        if init and chance.random() < 0.3:
+            body["spec"]["initContainers"][0]["restartPolicy"] = "Always"
+        bound = {**body, "spec": {**body["spec"], "nodeName": self.name}}
+        there = self.real.create(PODS, bound)
+        body["metadata"]["uid"] = there["metadata"]["uid"]
+        admission = self.kubelet.admit(body)
+        if admission.admitted:
+            self.alive[name] = admission.uid
+        else:
+            self.ended.append(name)
+            self.done["rejected"] += 1
+        self.say(name, "Running" if admission.admitted else "Failed")
+
+    def say(self, name: str, phase: str) -> None:
+        """The kubelet tells the API server, some time after it has decided."""
+        path = f"{PODS}/{name}/status"
+        self.real.ask("PATCH", path, {"status": {"phase": phase}}, content_type=MERGE)
+
+    def remove(self, chance: random.Random) -> None:
+        if not self.alive:
+            return
+        name = chance.choice(sorted(self.alive))
+        self.kubelet.remove(name)
+        del self.alive[name]
+        self.forget(name)
+
+    def forget(self, name: str) -> None:
+        path = f"{PODS}/{name}?gracePeriodSeconds=0"
+        self.real.delete(path)
+
+    def finish(self, chance: random.Random) -> None:
+        if not self.alive:
+            return
+        name = chance.choice(sorted(self.alive))
+        phase = chance.choice(["Succeeded", "Failed"])
+        self.kubelet.finish(name, phase=phase)
+        del self.alive[name]
+        self.say(name, phase)
+        self.ended.append(name)
+
+    def clear(self, chance: random.Random) -> None:
+        for name in self.ended:
+            self.kubelet.remove(name)
+            self.forget(name)
+        self.ended = []
+
+    def sicken(self, chance: random.Random) -> None:
+        gpu = chance.choice(sorted(self.gpus))
+        if self.sick.pop(gpu, None) is None:
+            self.sick[gpu] = chance.choice(["recovery {} 1", "lost {}"])
+        self.say_sick()
+        self.kubelet.wait_devices(GPU, len(self.gpus) - len(self.sick), within_s=20)
+
+    def say_sick(self) -> None:
+        self.driver.control(*(word.format(self.numbers[gpu]) for gpu, word in self.sick.items()))
+
+    def plug(self, chance: random.Random) -> None:
+        if self.has_nics:
+            self.nics.stop()
+            self.kubelet.wait_devices(OTHER, 0)
+        else:
+            self.nics.serve(self.kubelet.plugin_dir)
+            self.kubelet.wait_devices(OTHER, len(NICS))
+        self.has_nics = not self.has_nics
+
+    def restart_kubelet(self, chance: random.Random) -> None:
+        self.nics.stop()
+        self.kubelet.kill()
+        time.sleep(chance.choice([0, 0.3]))
+        self.kubelet.start()
+        self.kubelet.wait_devices(GPU, len(self.gpus) - len(self.sick), within_s=20)
+        running = {p.name for p in self.kubelet.state().pods if p.phase == "Running"}
+        for name in sorted(self.alive.keys() - running):
+            # A pod that comes back to a device that has turned sick, or has no plugin, is refused.
+            del self.alive[name]
+            self.say(name, "Failed")
+            self.ended.append(name)
+        if self.has_nics:
+            self.nics.serve(self.kubelet.plugin_dir)
+            self.kubelet.wait_devices(OTHER, len(NICS))
+
+    def restart_daemon(self, chance: random.Random) -> None:
+        # A process does not know the id of a GPU that was lost before it started.
+        self.sick = dict.fromkeys(self.sick, "recovery {} 1")
+        self.say_sick()
+        assert self.process is not None
+        self.process.send_signal(chance.choice([signal.SIGTERM, signal.SIGKILL]))
+        self.process.wait(20)
+        self.launch()
+
+    def disturb(self, chance: random.Random) -> None:
+        """The next requests fail; what changes meanwhile is not lost."""
+        self.proxy.faults = list(FAULTS[chance.choice(sorted(FAULTS))])
+        for step in chance.choices([self.admit, self.remove], k=2):
+            step(chance)
+
+    def burst(self, chance: random.Random) -> None:
+        for step in chance.choices([self.admit, self.remove, self.finish], k=8):
+            step(chance)
+
+    def step(self, chance: random.Random) -> str:
+        crowded = len(self.alive) > 8
+        kinds: dict[Callable[[random.Random], None], float] = {
+            self.admit: 10 if crowded else 40,
+            self.remove: 40 if crowded else 15,
+            self.finish: 10,
+            self.clear: 4,
+            self.sicken: 6,
+            self.plug: 4,
+            self.disturb: 8,
+            self.burst: 4,
+            self.restart_kubelet: 2,
+            self.restart_daemon: 0.7,
+        }
+        (kind,) = chance.choices(list(kinds), list(kinds.values()))
+        kind(chance)
+        self.done[kind.__name__] += 1
+        return kind.__name__
+
+
+def described(node: NumaNode) -> dict[str, Any]:
+    """A recorded NUMA node as the kubelet's machine.json has it, two threads a core."""
+    half = len(node.cpus) // 2
+    return {
+        "id": node.id,
+        "socket": node.id,
+        "cores": [list(pair) for pair in zip(node.cpus[:half], node.cpus[half:], strict=True)],
+        "memory": str(node.memory_bytes),
+        "hugepages": {f"{size >> 10}Ki": n for size, n in node.huge_pages.items() if n},
+        "distances": list(node.distance.values()),
+    }
+
+
+def containers(chance: random.Random, count: int) -> list[Mapping[str, str | int]]:
+    """With or without GPUs, NICs, exclusive CPUs and bound memory."""
+
+    def container() -> Mapping[str, str | int]:
+        wanted: dict[str, str | int] = {}
+        if chance.random() < 0.7:
+            wanted[GPU] = chance.choice([1, 1, 2, 2, 3, 4, 5])
+        if chance.random() < 0.2:
+            wanted[OTHER] = chance.choice([1, 2])
+        if chance.random() < 0.7:
+            wanted["cpu"] = chance.choice(["2", "4", "16", "24", "3", "500m"])
+            wanted["memory"] = chance.choice(["1Gi", "10Gi", "90Gi", "200Gi"])
+        return wanted
+
+    return [container() for _ in range(count)]
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def world(kubelet: StartKubelet, apiserver: RealApiServer, tmp_path: Path) -> Iterator[World]:
+    apiserver.apply_files(*sorted(CRDS.glob("*/crd.yaml")))
+    with FaultyProxy(apiserver) as proxy:
+        world = World(kubelet, apiserver, proxy, tmp_path)
+        world.start()
+        yield world
+        for name in (*world.alive, *world.ended):
+            world.forget(name)
+        world.end()
+
+
+def test_every_published_state_is_what_a_recount_says(
+    world: World, pytestconfig: pytest.Config
+) -> None:
+    default = LONG_STEPS if pytestconfig.getoption("long") else STEPS
+    steps = int(os.environ.get("RTE_SOAK_STEPS") or default)
+    seed = int(os.environ.get("RTE_SOAK_SEED") or 20261129)
+    chance = random.Random(seed)
+    took: dict[str, list[float]] = {}
+    world.until_right()
+    for number in range(1, steps + 1):
+        kind = world.step(chance)
+        took.setdefault(kind, []).append(world.until_right())
+        if number % IDLE_EVERY == 0 or number == steps:
+            time.sleep(0.5)  # what is under way comes to its end
+            before = world.metric("rte_writes_total"), world.body()
+            time.sleep(IDLE_S)
+            assert (world.metric("rte_writes_total"), world.body()) == before
+            assert world.metric("rte_problem") == 0, world.log()
+    world.until_right()
+    print(f"\n{steps} steps, seed {seed}: {dict(world.done)}")
+    for kind, times in sorted(took.items()):
+        times.sort()
+        middle, last = times[len(times) // 2], times[-1]
+        print(f"{kind:16} right after {1000 * middle:5.0f} ms, {1000 * last:6.0f} ms at the most")
