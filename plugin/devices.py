@@ -15,7 +15,6 @@ from rte.model import (
     Machine,
     MigSlice,
     NumaId,
-    NumaSource,
     PciAddress,
     PciDevice,
     pci_order,
@@ -23,8 +22,6 @@ from rte.model import (
 
 # The kubelet's masks of NUMA nodes are 64-bit words: a greater id fits no hint.
 NUMA_IDS = 64
-STATED = (NumaSource.SYSFS, NumaSource.OVERRIDE, NumaSource.SOURCE)
-"""SOURCE is what a file says of some node, never of this one."""
 
 
 class MigStrategy(StrEnum):
@@ -262,7 +259,7 @@ def _numa(
     """
     if function is None or function.numa is None:
         return ()
-    stated = function.numa_from in STATED
+    stated = function.numa_from is not None and function.numa_from.is_stated
     if not stated and not options.advertise_inferred:
         return ()
     nodes = next((s for s in options.same_socket if function.numa in s), (function.numa,))

@@ -63,7 +63,7 @@ def is_made_up(address: PciAddress) -> bool:
 
 
 class NumaSource(StrEnum):
-    """Where a device's NUMA node was learnt. Only sysfs and an override are facts."""
+    """Where a device's NUMA node was learnt."""
 
     SYSFS = "sysfs"
     OVERRIDE = "override"
@@ -80,7 +80,8 @@ class NumaSource(StrEnum):
 
     @property
     def is_stated(self) -> bool:
-        return self in (NumaSource.SYSFS, NumaSource.OVERRIDE)
+        """Whether it is a fact; what is inferred is not advertised unless one asks for it."""
+        return self in (NumaSource.SYSFS, NumaSource.OVERRIDE, NumaSource.SOURCE)
 
 
 class Level(IntEnum):

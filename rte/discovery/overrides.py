@@ -15,9 +15,6 @@ from rte.model import (
     PciDevice,
 )
 
-# A node of their own is kept by devices whose source says it; others follow what is above them.
-STATED = (NumaSource.SYSFS, NumaSource.SOURCE, NumaSource.OVERRIDE)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overrides:
@@ -67,7 +64,9 @@ def with_nodes(
     found = {}
     for address, device in devices.items():
         node = overrides.numa.get(address)
-        above = None if device.numa_from in STATED else node_above(device, devices, overrides)
+        # What a source states stays; the others follow what is above them.
+        stays = device.numa_from is not None and device.numa_from.is_stated
+        above = None if stays else node_above(device, devices, overrides)
         if node is not None:
             found[address] = replace(device, numa=node, numa_from=NumaSource.OVERRIDE)
         elif above is not None:
