@@ -1,7 +1,8 @@
 """Public complaints about what was chosen, each by the machine that it came from.
 
 Each test is named after the issue. Those about a kubelet's part in it are here with the real
-managers; a lost GPU, health and double use are in the tests of the plugin.
+managers; a lost GPU, health and double use are in the tests of the plugin. What another kind of
+plugin chooses (sriov-network-device-plugin#255, virtual functions of one card) is not here.
 """
 
 import time
@@ -18,6 +19,8 @@ from rte.graph.build import Graph, build
 from rte.graph.choose import choose
 from rte.graph.parts import Sharing, choose_parts
 from rte.model import DeviceId, Level, Machine, NumaId
+from rte.publish.accounting import DevicePool
+from rte.publish.forecast import largest_aligned, largest_linked
 from rte.sources.recorded import read_recorded
 from tests.graphs import meshed, with_nics
 from tests.machines.description import FOLDER
@@ -201,6 +204,45 @@ def test_pytorch_ci_infra_696_small_requests_keep_a_socket_whole() -> None:
         for gpu in chosen(graph, free, size):
             free.remove(gpu)
     assert free == [4, 5, 6, 7]
+
+
+def pool_of(numa: Sequence[int], free: Sequence[int]) -> DevicePool:
+    """The GPUs on these NUMA nodes, as the publisher counts them."""
+
+    def zones(positions: Sequence[int]) -> tuple[frozenset[DeviceId], ...]:
+        return tuple(
+            frozenset(DeviceId(f"GPU-{i}") for i in positions if numa[i] == node)
+            for node in sorted({*numa})
+        )
+
+    every = zones(range(len(numa)))
+    return DevicePool(capacity=every, allocatable=every, available=zones(free))
+
+
+def test_kai_1756_nodes_with_as_many_free_are_told_apart_where_nothing_is_refused() -> None:
+    """best-effort admits everything: what a node is worth is what it can still align."""
+    together, apart = [0, 1, 2, 3], [0, 1, 4, 5]
+    numa = [0, 0, 0, 0, 1, 1, 1, 1]
+    assert largest_aligned(pool_of(numa, together), several=True) == 4
+    assert largest_aligned(pool_of(numa, apart), several=True) == 2
+
+
+def test_scheduler_plugins_690_a_scheduler_reads_what_is_linked() -> None:
+    """Four are free and aligned on either node; on one they are two pairs, on the other none is."""
+    of = {BRIDGED.ids[i]: f"GPU-{i}" for i in range(8)}
+    peers = {
+        DeviceId(of[a]): [DeviceId(of[b]) for b in BRIDGED.ids if linked(BRIDGED, a, b)]
+        for a in BRIDGED.ids
+    }
+    numa = [int(node or 0) for node in BRIDGED.numa]
+    pairs, singles = pool_of(numa, [0, 1, 2, 3]), pool_of(numa, [0, 1, 4, 5])
+    assert largest_linked(pairs, several=False, linked=peers) == 2
+    assert largest_linked(singles, several=False, linked=peers) == 1
+
+
+def linked(graph: Graph, a: DeviceId, b: DeviceId) -> bool:
+    answer = choose(graph, available=[a, b], size=2).preference
+    return a != b and answer is not None and answer.linked
 
 
 # Calls that failed or took long
@@ -390,7 +432,9 @@ def test_kubernetes_65621_devices_are_chosen_by_their_links(run: Callable[..., N
     assert sorted(got) == PAIRS
 
 
-def test_hami_1286_cpus_and_gpus_are_of_one_numa_node(run: Callable[..., Node]) -> None:
+def test_hami_1286_and_kai_1598_cpus_and_gpus_are_of_one_numa_node(
+    run: Callable[..., Node],
+) -> None:
     node = run("pcie-a100-pairs", {**SINGLE, "cpuManagerPolicy": "static"})
     for n in range(4):
         admitted = node.admit(f"p{n}", {GPU: 2, "cpu": 2, "memory": "1Gi"})
@@ -405,6 +449,22 @@ def test_nvidia_1690_with_two_containers_of_one_pod(run: Callable[..., Node]) ->
     admitted = node.admit("two", {GPU: 1}, {GPU: 1})
     assert admitted.admitted
     assert len({id.partition("::")[0] for id in admitted.devices(GPU)}) == 1
+
+
+def test_rocm_111_143_and_pr_189_several_pods_share_a_gpu(run: Callable[..., Node]) -> None:
+    node = run(
+        "pcie-a100-pairs",
+        {"topologyManagerPolicy": "none"},
+        advertising=Advertising(replicas={GPU: 2}),
+    )
+    held: list[str] = []
+    for n in range(16):
+        (id,) = node.admit(f"p{n}", {GPU: 1}).devices(GPU)
+        held.append(id.partition("::")[0])
+        if n == 7:
+            assert len({*held}) == 8  # nobody shares while a GPU is free
+    assert all(held.count(gpu) == 2 for gpu in held)
+    assert not node.admit("p16", {GPU: 1}).admitted
 
 
 def test_kubernetes_75880_no_gpu_is_in_two_pods(run: Callable[..., Node]) -> None:
