@@ -71,7 +71,7 @@ func (n *Node) admit(p *v1.Pod, running bool) admission {
 	attributes := &lifecycle.PodAdmitAttributes{Pod: p, OtherPods: others, Operation: lifecycle.AddOperation}
 	a.Admitted = true
 	for _, h := range n.handlers {
-		if r := h.Admit(n.ctx, attributes); !r.Admit {
+		if r := admitBy(n.ctx, h, attributes); !r.Admit {
 			a.Admitted, a.Reason, a.Message = false, r.Reason, r.Message
 			n.pods.update(p.UID, func(p *v1.Pod, _ map[string]string) {
 				p.Status = v1.PodStatus{Phase: v1.PodFailed, Reason: r.Reason, Message: "Pod was rejected: " + r.Message}
@@ -107,7 +107,7 @@ func (n *Node) create(p *v1.Pod, c *v1.Container, running bool) container {
 		id := string(uuid.NewUUID())
 		n.cpus.AddContainer(n.log, p, c, id)
 		n.memory.AddContainer(n.log, p, c, id)
-		n.topology.AddContainer(n.log, p, c, id)
+		n.track(p, c, id)
 		n.pods.update(p.UID, func(_ *v1.Pod, containers map[string]string) { containers[c.Name] = id })
 	}
 	out.Devices = map[string][]string{}
@@ -120,7 +120,7 @@ func (n *Node) create(p *v1.Pod, c *v1.Container, running bool) container {
 	out.CPUs = n.cpus.GetCPUAffinity(uid, c.Name).List()
 	out.ExclusiveCPUs = n.cpus.GetExclusiveCPUs(uid, c.Name).List()
 	out.MemoryNodes = sets.List(n.memory.GetMemoryNUMANodes(n.log, p, c))
-	affinity := toHint(n.topology.GetAffinity(n.log, uid, c.Name))
+	affinity := toHint(n.affinity(uid, c.Name))
 	out.Affinity = &affinity
 	return out
 }
@@ -152,7 +152,7 @@ func toOptions(o *devicemanager.DeviceRunContainerOptions) *options {
 func (n *Node) end(p *v1.Pod, phase v1.PodPhase) {
 	n.pods.update(p.UID, func(p *v1.Pod, containers map[string]string) {
 		for name, id := range containers {
-			_ = n.topology.RemoveContainer(n.log, id)
+			n.untrack(id)
 			delete(containers, name)
 		}
 		p.Status.Phase = phase

@@ -3,10 +3,7 @@ package main
 import (
 	"sync"
 
-	v1 "k8s.io/api/core/v1"
-	"k8s.io/klog/v2"
 	"k8s.io/kubernetes/pkg/kubelet/cm/topologymanager"
-	"k8s.io/kubernetes/pkg/kubelet/lifecycle"
 )
 
 // hint is a set of NUMA nodes that a manager offers; nil is any.
@@ -75,16 +72,4 @@ type listener struct {
 	topologymanager.HintProvider
 	name string
 	log  *hintLog
-}
-
-func (l listener) GetTopologyHints(log klog.Logger, p *v1.Pod, c *v1.Container, op lifecycle.Operation) map[string][]topologymanager.TopologyHint {
-	hints := l.HintProvider.GetTopologyHints(log, p, c, op)
-	l.log.add(c.Name, l.name, hints)
-	return hints
-}
-
-func (l listener) GetPodTopologyHints(log klog.Logger, p *v1.Pod, op lifecycle.Operation) map[string][]topologymanager.TopologyHint {
-	hints := l.HintProvider.GetPodTopologyHints(log, p, op)
-	l.log.add("", l.name, hints)
-	return hints
 }

@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"fmt"
 
-	cadvisorapi "github.com/google/cadvisor/lib/model"
 	v1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	v1helper "k8s.io/kubernetes/pkg/apis/core/v1/helper"
@@ -21,19 +20,19 @@ type numaNode struct {
 }
 
 // parseMachine is the machine as the kubelet would hear of it from cAdvisor.
-func parseMachine(text []byte) (*cadvisorapi.MachineInfo, error) {
+func parseMachine(text []byte) (*machineInfo, error) {
 	var nodes []numaNode
 	if err := json.Unmarshal(text, &nodes); err != nil {
 		return nil, fmt.Errorf("machine.json: %w", err)
 	}
-	m := &cadvisorapi.MachineInfo{MachineID: "test", SystemUUID: "test", BootID: "test"}
+	m := &machineInfo{MachineID: "test", SystemUUID: "test", BootID: "test"}
 	sockets := map[int]bool{}
 	pages := map[uint64]uint64{}
 	for _, n := range nodes {
 		sockets[n.Socket] = true
-		node := cadvisorapi.Node{Id: n.ID, Memory: uint64(n.Memory.Value()), Distances: n.Distances}
+		node := machineNode{Id: n.ID, Memory: uint64(n.Memory.Value()), Distances: n.Distances}
 		for _, threads := range n.Cores {
-			node.Cores = append(node.Cores, cadvisorapi.Core{Id: m.NumPhysicalCores, Threads: threads, SocketID: n.Socket})
+			node.Cores = append(node.Cores, machineCore{Id: m.NumPhysicalCores, Threads: threads, SocketID: n.Socket})
 			m.NumPhysicalCores++
 			m.NumCores += len(threads)
 		}
@@ -43,21 +42,21 @@ func parseMachine(text []byte) (*cadvisorapi.MachineInfo, error) {
 				return nil, fmt.Errorf("machine.json: huge page size %q: %w", size, err)
 			}
 			kib := uint64(q.Value()) / 1024
-			node.HugePages = append(node.HugePages, cadvisorapi.HugePagesInfo{PageSize: kib, NumPages: count})
+			node.HugePages = append(node.HugePages, machineHugePages{PageSize: kib, NumPages: count})
 			pages[kib] += count
 		}
 		m.MemoryCapacity += node.Memory
 		m.Topology = append(m.Topology, node)
 	}
 	for kib, count := range pages {
-		m.HugePages = append(m.HugePages, cadvisorapi.HugePagesInfo{PageSize: kib, NumPages: count})
+		m.HugePages = append(m.HugePages, machineHugePages{PageSize: kib, NumPages: count})
 	}
 	m.NumSockets = len(sockets)
 	return m, nil
 }
 
 // capacity is what the machine has, without devices.
-func capacity(m *cadvisorapi.MachineInfo) v1.ResourceList {
+func capacity(m *machineInfo) v1.ResourceList {
 	c := v1.ResourceList{
 		v1.ResourceCPU:    *resource.NewQuantity(int64(m.NumCores), resource.DecimalSI),
 		v1.ResourceMemory: *resource.NewQuantity(int64(m.MemoryCapacity), resource.BinarySI),

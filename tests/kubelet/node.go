@@ -9,7 +9,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	cadvisorapi "github.com/google/cadvisor/lib/model"
 	"google.golang.org/grpc"
 	v1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -33,7 +32,7 @@ import (
 // container manager does, and stands in for what surrounds them there.
 type Node struct {
 	root      string // what /var/lib/kubelet is on a node
-	machine   *cadvisorapi.MachineInfo
+	machine   *machineInfo
 	rateLimit bool
 	pods      *podTable
 	hints     *hintLog
@@ -105,7 +104,7 @@ func (n *Node) start(running bool) ([]admission, error) {
 func (n *Node) makeManagers() (err error) {
 	// Hint providers are asked to allocate in the order in which they are added.
 	c := n.config
-	n.topology, err = topologymanager.NewManager(n.log, n.machine.Topology, c.TopologyManagerPolicy, c.TopologyManagerScope, c.TopologyManagerPolicyOptions)
+	n.topology, err = n.newTopologyManager()
 	if err != nil {
 		return fmt.Errorf("topology manager: %w", err)
 	}
@@ -200,7 +199,7 @@ func (n *Node) resources() (all, allocatable v1.ResourceList) {
 			allocatable[name] = left
 		}
 	}
-	ours, healthy, gone := n.devices.GetCapacity(n.log)
+	ours, healthy, gone := n.deviceCapacity()
 	for name, q := range ours {
 		all[name] = q
 	}
@@ -217,7 +216,7 @@ func (n *Node) resources() (all, allocatable v1.ResourceList) {
 // awaitDevices returns when exactly count devices of the resource are healthy.
 func (n *Node) awaitDevices(name v1.ResourceName, count int64, within time.Duration) error {
 	for end := time.Now().Add(within); ; time.Sleep(2 * time.Millisecond) {
-		_, healthy, _ := n.devices.GetCapacity(n.log)
+		_, healthy, _ := n.deviceCapacity()
 		have := healthy[name]
 		if have.Value() == count {
 			return nil

@@ -11,15 +11,12 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	v1 "k8s.io/api/core/v1"
-	"k8s.io/klog/v2"
 	api "k8s.io/kubelet/pkg/apis/podresources/v1"
 	apiv1alpha1 "k8s.io/kubelet/pkg/apis/podresources/v1alpha1"
 	kubeletgrpc "k8s.io/kubernetes/pkg/kubelet/apis/grpc"
 	"k8s.io/kubernetes/pkg/kubelet/apis/podresources"
 	"k8s.io/kubernetes/pkg/kubelet/cm/devicemanager"
 	"k8s.io/kubernetes/pkg/kubelet/cm/memorymanager/state"
-	"k8s.io/kubernetes/pkg/kubelet/cm/qos"
 )
 
 func (n *Node) servePodResources() error {
@@ -113,52 +110,6 @@ func (t *tampering) intercept(ctx context.Context, request any, _ *grpc.UnarySer
 // not at all when its topology is empty; CPUs and memory are listed only for
 // containers that have them to themselves.
 type providers struct{ node *Node }
-
-func (p providers) UpdateAllocatedDevices(log klog.Logger) {
-	p.node.devices.UpdateAllocatedDevices(log)
-}
-
-func (p providers) GetDevices(pod, container string) []*api.ContainerDevices {
-	return deviceEntries(p.node.devices.GetDevices(pod, container))
-}
-
-func (p providers) GetAllocatableDevices(log klog.Logger) []*api.ContainerDevices {
-	return deviceEntries(p.node.devices.GetAllocatableDevices(log))
-}
-
-func (p providers) GetCPUs(pod *v1.Pod, c *v1.Container) []int64 {
-	if p.node.cpus.GetResourceIsolationLevel(pod, c) != qos.ResourceIsolationContainer {
-		return nil
-	}
-	return int64s(p.node.cpus.GetExclusiveCPUs(string(pod.UID), c.Name).UnsortedList())
-}
-
-func (p providers) GetPodCPUs(pod string) []int64 {
-	return int64s(p.node.cpus.GetPodCPUs(pod).UnsortedList())
-}
-
-func (p providers) GetAllocatableCPUs() []int64 {
-	return int64s(p.node.cpus.GetAllocatableCPUs().UnsortedList())
-}
-
-func (p providers) GetMemory(log klog.Logger, pod *v1.Pod, c *v1.Container) []*api.ContainerMemory {
-	if p.node.memory.GetResourceIsolationLevel(pod, c) != qos.ResourceIsolationContainer {
-		return nil
-	}
-	return memoryEntries(p.node.memory.GetMemory(log, string(pod.UID), c.Name))
-}
-
-func (p providers) GetPodMemory(_ klog.Logger, pod string) []*api.ContainerMemory {
-	return memoryEntries(p.node.memory.GetPodMemory(pod))
-}
-
-func (p providers) GetAllocatableMemory(log klog.Logger) []*api.ContainerMemory {
-	return memoryEntries(p.node.memory.GetAllocatableMemory(log))
-}
-
-func (p providers) GetDynamicResources(klog.Logger, *v1.Pod, *v1.Container) []*api.DynamicResource {
-	return nil
-}
 
 func deviceEntries(held devicemanager.ResourceDeviceInstances) (entries []*api.ContainerDevices) {
 	for name, devices := range held {

@@ -101,7 +101,7 @@ func (n *Node) podStatus(r *request) (any, error) {
 	for _, c := range p.Spec.Containers {
 		s.ContainerStatuses = append(s.ContainerStatuses, v1.ContainerStatus{Name: c.Name})
 	}
-	n.devices.UpdateAllocatedResourcesStatus(n.log, p, s)
+	n.addDeviceHealth(p, s)
 	return s, nil
 }
 
