@@ -89,7 +89,7 @@ class Composer:
                 previous=previous,
             )
             yield self._fabric
-        if self._config.labels.write != "none":
+        if self._config.labels.write != "none" and nrt_options.publish:
             uid = self._node_uid() if Label.TOPOLOGY in self._label_keys else None
             said = labels(observation.machine, found, node_uid=uid, keys=self._label_keys)
             if self._config.labels.write == "node":

@@ -399,7 +399,7 @@ class Daemon:
         from rte.commands.compose import Composer  # noqa: PLC0415
         from rte.publish.access import ApiError  # noqa: PLC0415
         from rte.publish.pods import PodWatch  # noqa: PLC0415
-        from rte.publish.publisher import ApiSink, FolderSink  # noqa: PLC0415
+        from rte.publish.publisher import ApiSink, FolderSink, NoSink  # noqa: PLC0415
 
         config, plugin = self.config, self.plugin
         sink: Sink
@@ -433,6 +433,8 @@ class Daemon:
         if plugin is not None:
             observe = plugin.observe
             sources = sources._replace(listed=lambda usage, asked: observe(usage, asked=asked))
+        if not config.nrt.publish:
+            sink = NoSink()
         return Agent(
             kubelet=Kubelet(
                 channel=channel(config.pod_resources_socket),

@@ -486,6 +486,22 @@ class FolderSink:
         return len(text)
 
 
+class NoSink:
+    """Writes nothing: for a publisher that only looks (`nrt.publish: false`)."""
+
+    def publish(self, body: Body, now: float) -> Outcome:
+        return Outcome(str(body["kind"]), Wrote.UNCHANGED)
+
+    def reread(self, now: float) -> tuple[Outcome, ...]:
+        return ()
+
+    def echo(self) -> Outcome | None:
+        return None
+
+    def problems(self, now: float) -> Mapping[str, str]:
+        return {}
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Replaces a file whole, its folder made if need be. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
