@@ -98,10 +98,13 @@ DEFORMED = {
 }  # fmt: skip
 
 
+SAID = {"escape bytes replaced": ("the marks of lost bytes are left out",)}
+
+
 @pytest.mark.parametrize("how", DEFORMED)
 def test_deformed_matrix_is_read_as_the_original(how: str) -> None:
     assert facts(parse_matrix(DEFORMED[how])) == facts(parse_matrix(PAIRS))
-    assert parse_matrix(DEFORMED[how]).repairs == ()
+    assert parse_matrix(DEFORMED[how]).repairs == SAID.get(how, ())
 
 
 @pytest.mark.parametrize("width", [40, 79, 80, 100, 132])
@@ -252,6 +255,14 @@ def test_memory_of_a_grace_gpu_is_a_node_without_cpus_and_not_its_place() -> Non
     memory = {node.id: node for node in machine.numa_nodes if node.gpu}
     assert set(memory) == {2, 10, 18, 26}
     assert all(node.cpus_known for node in memory.values())
+
+
+def test_where_cells_were_parted_is_said() -> None:
+    text = spaced(PAIRS).replace("GPU1    GPU2    GPU3", "GPU1GPU2    GPU3", 1)
+    text = text.replace("GPU3    SYS     SYS     SYS", "GPU3    SYS     SYSSYS", 1)
+    matrix = parse_matrix(text)
+    assert facts(matrix) == facts(parse_matrix(PAIRS))
+    assert matrix.repairs == ("cells without blanks between them are parted: header GPU3",)
 
 
 def test_glued_lanes_are_read_as_the_cell_across_says() -> None:

@@ -24,6 +24,7 @@ from rte.sources.paste import (
     Table,
     cells_of,
     header_names,
+    is_glued,
     lines_of,
     tables,
     tail_words,
@@ -108,12 +109,18 @@ def parse_matrix(text: str, name: str = "matrix") -> Matrix:
     return replace(
         first,
         rdma=legend,
-        repairs=(*first.repairs, *doubts),
+        repairs=(*lost_bytes(text), *first.repairs, *doubts),
         knows_nvlink=any(c.startswith("NV") for c in first.cells.values()) or "nv#" in words,
         products=listed.products,
         uuids=listed.uuids,
         driver=listed.driver,
     )
+
+
+def lost_bytes(text: str) -> tuple[str, ...]:
+    """Of bytes that were no text, such as a terminal's escape, only marks are left."""
+    is_marked = "\N{REPLACEMENT CHARACTER}" in text
+    return ("the marks of lost bytes are left out",) if is_marked else ()
 
 
 def read_table(table: Table, name: str) -> Matrix:
@@ -123,6 +130,7 @@ def read_table(table: Table, name: str) -> Matrix:
     names, repairs = columns(table, refused)
     cells: dict[tuple[str, str], Cell] = {}
     tails: dict[str, str] = {}
+    glued = ["header"] if re.search(rf"(?:{DEVICE})(?=GPU|NIC|mlx)", table.header) else []
     last = table.rows[-1]
     for row in table.rows:
         found, end = cells_of(row.text, len(names))
@@ -133,9 +141,13 @@ def read_table(table: Table, name: str) -> Matrix:
             # What of it is true the other rows say too; what they do not, nobody could check.
             repairs.append(f"the row of {row.name} is cut off and left out")
             continue
+        if is_glued(row.text, found):
+            glued.append(row.name)
         diagonal = names.index(row.name)
         cells |= {(row.name, names[i]): cell for i, cell in enumerate(found) if i != diagonal}
         tails[row.name] = "" if row.doubtful else row.text[end:]
+    if glued:
+        repairs.append(f"cells without blanks between them are parted: {spoken(glued)}")
     words = settled(cells, table, tails, refused)
     words = completed(words, names, table, repairs, refused)
     numa, memory, vague = affinities(table, tails)

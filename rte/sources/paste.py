@@ -181,5 +181,12 @@ def cells_of(text: str, columns: int) -> tuple[list[Cell], int]:
     return found, at
 
 
+def is_glued(text: str, cells: Sequence[Cell]) -> bool:
+    """Whether the cells at the beginning of a row lost blanks between them, or before them."""
+    starts = [cell.end - len(cell.word) for cell in cells]
+    ends = [0, *(cell.end for cell in cells)]
+    return any(start == end for start, end in zip(starts, ends, strict=False))
+
+
 def tail_words(tail: str) -> list[str]:
     return re.findall(r"N/A|[^\sN]+", tail)
