@@ -65,11 +65,6 @@ class Translated(NamedTuple):
     passed_over: tuple[str, ...]  # sentences for people
 
 
-def is_nvidia(data: Mapping[str, Any]) -> bool:
-    """Whether a file is one of NVIDIA's: it says its version, ours does not."""
-    return "version" in data
-
-
 def translated(data: Mapping[str, Any]) -> Translated:
     """The options of a file. Raises NvidiaError."""
     if data["version"] != "v1":

@@ -122,14 +122,6 @@ def open_nvml() -> None:
         raise NvmlFault("nvmlInit", error.value) from error
 
 
-def close_nvml() -> None:
-    """Closes the session; a session that is lost already is closed enough."""
-    try:
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return
-
-
 def read_nvml(notes: Notes) -> NvmlReading:
     """All that NVML says now, by the open session. Raises NvmlFault when that is nothing.
 

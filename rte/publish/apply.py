@@ -28,7 +28,6 @@ FIELD_MANAGER = "rte"
 
 APPLY = "application/apply-patch+yaml"  # JSON is YAML
 JSON_PATCH = "application/json-patch+json"
-MERGE_PATCH = "application/merge-patch+json"
 
 MOST_BYTES = 8 << 20  # etcd refuses objects above 1.5 MiB; a page of 100 pods stays below this
 EVENT_BYTES = 4 << 20  # one line of a watch

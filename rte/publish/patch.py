@@ -15,19 +15,6 @@ ECHO = "rteEcho"
 """An attribute that only wakes the scheduler: a counter that comparison ignores."""
 
 
-def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether a scheduler would read the same in both; what the API server adds does not count."""
-    return content(a) == content(b)
-
-
-def content(body: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (
-        [item for item in body.get("attributes", ()) if item["name"] != ECHO],
-        body.get("zones", []),
-        *rest(body),
-    )
-
-
 def rest(body: Mapping[str, Any]) -> tuple[Any, ...]:
     """All but attributes and zones, and of the metadata what we say."""
     metadata = body.get("metadata", {})
