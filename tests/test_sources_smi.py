@@ -98,7 +98,10 @@ DEFORMED = {
 }  # fmt: skip
 
 
-SAID = {"escape bytes replaced": ("the marks of lost bytes are left out",)}
+SAID = {
+    "escape bytes replaced": ("the marks of lost bytes are left out",),
+    "glued": ("cells without blanks between them are parted: header GPU0 GPU1 GPU2 GPU3",),
+}
 
 
 @pytest.mark.parametrize("how", DEFORMED)

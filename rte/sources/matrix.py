@@ -130,7 +130,7 @@ def read_table(table: Table, name: str) -> Matrix:
     names, repairs = columns(table, refused)
     cells: dict[tuple[str, str], Cell] = {}
     tails: dict[str, str] = {}
-    glued = ["header"] if re.search(rf"(?:{DEVICE})(?=GPU|NIC|mlx)", table.header) else []
+    glued = ["header"] if re.search(rf"(?:{DEVICE})(?=GPU|NIC|mlx|CPU)", table.header) else []
     last = table.rows[-1]
     for row in table.rows:
         found, end = cells_of(row.text, len(names))

@@ -182,10 +182,11 @@ def cells_of(text: str, columns: int) -> tuple[list[Cell], int]:
 
 
 def is_glued(text: str, cells: Sequence[Cell]) -> bool:
-    """Whether the cells at the beginning of a row lost blanks between them, or before them."""
+    """Whether blanks before, between or behind the cells at the beginning of a row are lost."""
     starts = [cell.end - len(cell.word) for cell in cells]
     ends = [0, *(cell.end for cell in cells)]
-    return any(start == end for start, end in zip(starts, ends, strict=False))
+    runs_on = bool(text[ends[-1] : ends[-1] + 1].strip())
+    return runs_on or any(start == end for start, end in zip(starts, ends, strict=False))
 
 
 def tail_words(tail: str) -> list[str]:
