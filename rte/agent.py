@@ -22,7 +22,7 @@ import grpc
 
 from rte.kubelet.ended import ENDED, with_ended
 from rte.kubelet.plausible import Doubt, Look, Patience, doubt
-from rte.kubelet.policy import PolicyError
+from rte.kubelet.policy import InForce, PolicyError, says
 from rte.kubelet.state import (
     CPU_STATE,
     DEVICE_CHECKPOINT,
@@ -32,10 +32,10 @@ from rte.kubelet.state import (
     read_handed_out,
 )
 from rte.kubelet.usage import KubeletError, read_allocatable, read_usage
-from rte.kubelet.watch import FileWatch, watch
+from rte.kubelet.watch import FileWatch, signature, watch
 from rte.model import Faults, Machine, Observation, PodFacts, Policy, Usage
 from rte.publish.access import ApiError
-from rte.publish.patch import may_wake
+from rte.publish.patch import is_stale, may_wake, with_stale
 from rte.publish.publisher import Outcome, Sink, Wrote
 
 log = logging.getLogger(__name__)
@@ -89,6 +89,8 @@ class Pace:
     state file 0.3 s ahead of the list."""
     doubts_if_short: int = 4
     """How many of those looks a reading gets that is as likely true."""
+    stale_s: float = 300.0
+    """Nothing has been known for so long: the object says so. 0: never."""
     restart_s: float = 15.0
     """So long after the kubelet has started its readings are doubted, once a second at the last:
     it waits for its pods from the API server before it lists them."""
@@ -197,6 +199,7 @@ class Pacer:
 # What is not as it should be
 
 UNREADY = frozenset({"kubelet", "hardware", "policy", "API server", "agent"})
+NRT_KIND = "NodeResourceTopology"
 HANGS_S = 180.0
 """A turn is a few requests with time-outs of 5 and 10 s; one that takes so long hangs."""
 
@@ -283,6 +286,9 @@ class Sources(NamedTuple):
     """What a look needs beside the kubelet and the hardware. None means that nobody can tell."""
 
     policy: Callable[[], Policy | None]  # may raise PolicyError, KubeletError or ApiError
+    policy_changed: Callable[[], float | None] = lambda: None
+    """When the files that it was read from last changed, seconds since the epoch. None: the
+    running kubelet has said it."""
     published_policy: Callable[[], Policy | None] = lambda: None
     """What a former publisher said, for as long as the kubelet's configuration is unknown. May
     raise ApiError."""
@@ -324,7 +330,10 @@ class Agent:
         sink: Sink,
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_published: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_published` is called each time the sink has all of what was observed."""
+        self.on_published = on_published
         self.kubelet = kubelet
         self.sink = sink
         self.problems = Problems()
@@ -336,6 +345,7 @@ class Agent:
         """When the sink last had all of what was observed."""
         self.clock = clock
         self.stale_after_s = max(60.0, 3 * (pace or Pace()).poll_s)
+        self._stale_s = (pace or Pace()).stale_s
         self._hardware = hardware
         self._sources = sources
         self._compose = compose
@@ -345,7 +355,7 @@ class Agent:
         self._stopped = False
         self._believed: Look | None = None
         self._restarted_at: float | None = None
-        self._policy: Policy | None = None
+        self._in_force = InForce()
         self._policy_is_due = True
         self._node_allocatable: Mapping[str, int] | None = None
         self._bodies: Mapping[str, Mapping[str, object]] = {}  # by kind, as last published
@@ -465,6 +475,7 @@ class Agent:
         except KubeletError as error:
             code = error.code.name if error.code else "OTHER"
             self._fail("kubelet", code, str(error))
+            self._tell_stale()
         except ApiError as error:
             words = str(error)
             if error.unknown_kind:
@@ -486,6 +497,8 @@ class Agent:
                 self._policy_is_due = True
                 self._node_allocatable = None
             self._restarted_at = restarted_at
+        if Reason.KUBELET_CONFIGURATION in self._unanswered:
+            self._policy_is_due = True
         observation = self._observe(now)
         if observation is None:
             return
@@ -558,27 +571,52 @@ class Agent:
         return handed_out
 
     def _kubelet_policy(self) -> Policy | None:
-        """Read at start and after a restart of the kubelet, until it succeeds; else the last."""
-        if self._policy_is_due:
-            try:
-                policy = self._sources.policy()
-                words = "no source of the kubelet's configuration"
-            except (PolicyError, KubeletError, ApiError) as error:
-                policy, words = None, str(error)
-            if policy is None:
-                self.problems.report("policy", f"unknown: {words}")
-                return self._policy or self._published_policy()
-            self._policy = policy
-            self._policy_is_due = False
-            self.problems.end("policy")
-        return self._policy
+        """Read at start, after a restart of the kubelet and when its files change, until that
+        succeeds; what counts is what the kubelet read when it started."""
+        if not self._policy_is_due:
+            return self._in_force.policy
+        try:
+            read = self._sources.policy()
+            words = "no source of the kubelet's configuration"
+        except (PolicyError, KubeletError, ApiError) as error:
+            read, words = None, str(error)
+        if read is None:
+            self.problems.report("policy", f"unknown: {words}")
+            return self._in_force.policy or self._published_policy()
+        kubelet = signature(self.kubelet.pod_resources_socket)
+        changed = self._sources.policy_changed()
+        if (
+            self._in_force.policy is None
+            and kubelet is not None
+            and changed is not None
+            and changed > kubelet[3] / 1e9
+        ):
+            # Changed after the kubelet's start, which made its socket: what it read is not known
+            # but from what was published.
+            published = self._published_policy()
+            if published is None:
+                when = datetime.fromtimestamp(changed, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+                words = f"the kubelet's configuration was changed at {when}, after its start"
+                self.problems.report("policy", f"unknown: {words}; restart the kubelet")
+                return None
+            if not says(published, read):
+                self._in_force = InForce(policy=published, kubelet=kubelet)
+        self._in_force = self._in_force.after(read, kubelet=kubelet)
+        self._policy_is_due = False
+        self.problems.end("policy")
+        if self._in_force.pending is None:
+            self.problems.end("kubelet configuration")
+        else:
+            self.problems.report(
+                "kubelet configuration", "changed; it counts when the kubelet has restarted"
+            )
+        return self._in_force.policy
 
     def _published_policy(self) -> Policy | None:
         try:
-            self._policy = self._sources.published_policy()
+            return self._sources.published_policy()
         except ApiError:
             return None
-        return self._policy
 
     def _own_node_allocatable(self) -> Mapping[str, int]:
         """Read at start, after a restart of the kubelet and with each re-reading."""
@@ -610,6 +648,7 @@ class Agent:
         self._is_held = any(outcome.wrote is Wrote.HELD for outcome in outcomes)
         if not self._is_held:
             self.published_at = end
+            self.on_published()
         if wrote:
             self.counts.last_publish_s = end - since
             self.counts.publish_seconds += end - since
@@ -617,6 +656,27 @@ class Agent:
             log.info("%s, %.0f ms", _in_words(outcomes), (end - since) * 1000)
         self._pacer_looked(end, wrote=wrote, wakes=wakes)
         self._report_others(now, outcomes)
+
+    def _tell_stale(self) -> None:
+        """Adds to the published object since when nothing has been known; the next good look takes
+        that away."""
+        now = self.clock()
+        body = self._bodies.get(NRT_KIND)
+        if not self._stale_s or self.observed_at is None or body is None:
+            return
+        late_s = now - self.observed_at
+        if late_s < self._stale_s or is_stale(body):
+            return
+        since = datetime.fromtimestamp(time.time() - late_s, UTC)
+        body = with_stale(body, f"{since:%Y-%m-%dT%H:%M:%SZ}")
+        self._sink_is_due = True  # the next good look publishes though it may see nothing new
+        try:
+            self._count([self.sink.publish(body, now)])
+        except ApiError as error:
+            self.problems.report("API server", str(error))
+            return
+        self._bodies = {**self._bodies, NRT_KIND: body}
+        log.warning("published that nothing has been known for %.0f s", late_s)
 
     def _pacer_looked(self, now: float, *, wrote: bool, wakes: bool = False) -> None:
         with self._condition:

@@ -130,6 +130,13 @@ class Kubelet(Section, frozen=True, kw_only=True):
     config_dir: Annotated[
         str | None, opt("Kubelet configuration drop-in directory (its --config-dir).")
     ] = None
+    find_command: Annotated[
+        bool,
+        opt(
+            "Find the running kubelet's --config, --config-dir and flags in the process list; this "
+            "takes the host's process namespace (hostPID) and the files at the same paths here."
+        ),
+    ] = False
     topology_manager_policy: Annotated[
         Literal["none", "best-effort", "restricted", "single-numa-node"] | None,
         opt(
@@ -188,6 +195,13 @@ class Fingerprint(Section, frozen=True, kw_only=True):
     ] = True
 
 
+class PodExclude(Section, frozen=True, kw_only=True):
+    """Pods by wildcards, in resource-topology-exporter's words; an absent one means all."""
+
+    namespace_pattern: str = "*"
+    name_pattern: str = "*"
+
+
 class Nrt(Section, frozen=True, kw_only=True):
     publish: Annotated[
         bool, opt("Write the objects; false only looks and serves metrics.", flag="--publish")
@@ -216,6 +230,28 @@ class Nrt(Section, frozen=True, kw_only=True):
     ] = Duration(600)
     fabric: Annotated[bool, opt("Write the GPUFabric object with the whole graph.")] = True
     exclude: Annotated[tuple[str, ...], opt("Resource names that are left out of the zones.")] = ()
+    resource_exclude: Annotated[
+        Mapping[str, tuple[str, ...]],
+        opt("The same for some nodes: Node's name, or * for all, → resource names."),
+    ] = msgspec.field(default_factory=dict)
+    pod_exclude: Annotated[
+        tuple[PodExclude, ...],
+        opt(
+            "Pods whose resources count as available: namespacePattern and namePattern, with "
+            "wildcards. The fingerprint covers them all the same."
+        ),
+    ] = ()
+    owner: Annotated[
+        bool,
+        opt("Make the Node the objects' owner, so that they go with it.", flag="--add-nrt-owner"),
+    ] = True
+    stale_after: Annotated[
+        Duration,
+        opt(
+            "How long nothing has been known of the node before the object says so, by the "
+            "attribute staleSince; 0: never."
+        ),
+    ] = Duration(300)
 
 
 class Numa(Section, frozen=True, kw_only=True):
@@ -540,7 +576,12 @@ class Config(Section, frozen=True, kw_only=True):
 
     node_name: Annotated[
         str | None,
-        opt("The Node's name; absent: the host name.", env="NODE_NAME", flag="--node-name"),
+        opt(
+            "The Node's name; absent: the host name.",
+            env="NODE_NAME",
+            flag="--node-name",
+            also=("--hostname",),
+        ),
     ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],

@@ -1,5 +1,6 @@
 """A PodResources socket that answers what a test gives it, over real gRPC."""
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,8 @@ class PodResources(rpc.PodResourcesListerServicer):
         """What the next calls see instead, one each."""
         self.pool = ThreadPoolExecutor(4)
         self.server: grpc.Server | None = None
+        self.hang_ends = threading.Event()
+        self.hang_ends.set()
 
     def __enter__(self) -> "PodResources":
         self.start()
@@ -44,13 +47,19 @@ class PodResources(rpc.PodResourcesListerServicer):
         self.server.start()
 
     def stop(self) -> None:
+        self.hang_ends.set()
         if self.server is not None:
             self.server.stop(0).wait()
             self.server = None
             self.socket.unlink(missing_ok=True)
 
+    def hang(self) -> None:
+        """Lists are not answered until `hang_ends` is set."""
+        self.hang_ends.clear()
+
     def List(self, request: Any, context: Any) -> api.ListPodResourcesResponse:
         self.lists += 1
+        self.hang_ends.wait(30)
         pods = self.next_lists.pop(0) if self.next_lists else self.pods
         return api.ListPodResourcesResponse(
             pod_resources=[

@@ -428,6 +428,26 @@ def test_a_static_pod_counts_as_any_other(start: Start) -> None:
     assert sum(node.available(DEVICE)) == 6
 
 
+def test_pods_and_resources_that_are_excluded_do_not_count(start: Start) -> None:
+    node = start(SINGLE)
+    node.plug(DEVICE, EIGHT)
+    node.plug(OTHER, {"n0": (0,)})
+    node.run("a", {DEVICE: 2, "cpu": 2, "memory": "1Gi"})
+    node.run("b", {DEVICE: 1, "cpu": 2, "memory": "1Gi"})
+    body = nrt(
+        observe(node.kubelet, node.channel, node.facts()),
+        node_name="n",
+        node_uid=None,
+        version="test",
+        exclude=(OTHER, "memory"),
+        ignored={PodName(namespace="default", name="a")},
+    )
+    zones = published(body).values()
+    assert sum(zone[DEVICE].available for zone in zones) == 7
+    assert sum(zone["cpu"].available for zone in zones) == 28
+    assert not any({OTHER, "memory"} & zone.keys() for zone in zones)
+
+
 # Machines of all kinds
 
 

@@ -31,6 +31,7 @@ from rte.model import (
     PodName,
     PodUse,
     Policy,
+    TopologyManagerPolicy,
     Usage,
 )
 from rte.publish.access import Access
@@ -391,6 +392,8 @@ class Node:
         self.now = 100.0
         self.hardware = SimpleNamespace(latest=SimpleNamespace(machine=machine(), faults={}))
         self.policies: list[Policy | PolicyError | None] = [Policy()]
+        self.published_policy: Policy | None = None
+        self.changed: float | None = None  # the kubelet's configuration file
         self.facts: tuple[PodFacts, ...] | None = None
         self.composed = compose
         self.channel = usage.channel(self.socket)
@@ -403,7 +406,12 @@ class Node:
                 timeout_s=2,
             ),
             hardware=self.hardware,
-            sources=Sources(policy=self.policy, pods=lambda: self.facts),
+            sources=Sources(
+                policy=self.policy,
+                policy_changed=lambda: self.changed,
+                published_policy=lambda: self.published_policy,
+                pods=lambda: self.facts,
+            ),
             compose=self.compose,
             sink=sink or FolderSink(self.out),
             pace=pace,
@@ -447,6 +455,10 @@ class Node:
             return None
         used: str = body["attributes"][0]["value"]
         return used
+
+    def attributes(self) -> dict[str, str]:
+        body = json.loads((self.out / "noderesourcetopology-n.json").read_text())
+        return {item["name"]: item["value"] for item in body["attributes"]}
 
     def policy_published(self) -> str:
         body = json.loads((self.out / "noderesourcetopology-n.json").read_text())
@@ -726,6 +738,69 @@ def test_a_changed_policy_counts_once_the_kubelet_has_restarted(node: Node) -> N
     node.pods.stop()
     node.pods.start()
     node.until(lambda: node.policy_published() == "restricted")
+
+
+@pytest.mark.parametrize(
+    ("published", "file", "expected"),
+    [
+        pytest.param("restricted", "restricted", "restricted", id="it says what is published"),
+        pytest.param("restricted", "best-effort", "restricted", id="what is published stays"),
+        pytest.param(None, "best-effort", "unknown", id="nothing is published: it is not known"),
+    ],
+)
+def test_a_file_that_changed_after_the_kubelets_start_is_not_what_it_works_by(
+    node: Node, published: str | None, file: str, expected: str
+) -> None:
+    """Also over a restart of ours: the kubelet reads its file when it starts."""
+    node.changed = time.time() + 60
+    node.policies = [policy_of(file)]
+    node.published_policy = policy_of(published) if published else None
+    node.agent.start()
+    node.until(lambda: node.published() == "")
+    assert node.policy_published() == expected
+    problems = node.agent.problems.current()
+    assert ("policy" in problems) == (expected == "unknown")
+    assert ("kubelet configuration" in problems) == (expected == "restricted" != file)
+    assert ("policy" in node.agent.not_ready()) == (expected == "unknown")
+    node.changed = time.time() - 60
+    node.pods.stop()
+    node.pods.start()
+    node.until(lambda: node.policy_published() == file)
+    node.until(lambda: not node.agent.problems.current())
+
+
+def policy_of(word: str) -> Policy:
+    return Policy(topology_manager=TopologyManagerPolicy(word), max_numa_nodes=None)
+
+
+@pytest.mark.parametrize("fault", ["gone", "hangs"])
+def test_a_kubelet_that_does_not_answer_makes_the_object_say_since_when(
+    tmp_path: Path, fault: str
+) -> None:
+    node = Node(tmp_path, replace(QUICK, stale_s=0.5))
+    node.agent.kubelet = node.agent.kubelet._replace(timeout_s=0.2)
+    with node.pods:
+        node.hold(a=("GPU-0",))
+        node.agent.start()
+        node.until(lambda: node.published() == "GPU-0")
+        if fault == "gone":
+            node.pods.stop()
+        else:
+            node.pods.hang()
+        node.agent.wake(Reason.POLL)
+        node.until(lambda: "staleSince" in node.attributes())
+        assert node.attributes()["used"] == "GPU-0"  # what was last known, and no less
+        assert "kubelet" in node.agent.not_ready()
+        assert node.writes() == 2
+        if fault == "gone":
+            node.pods.start()
+        else:
+            node.pods.hang_ends.set()
+        node.until(lambda: "staleSince" not in node.attributes())
+        node.until(lambda: not node.agent.not_ready())
+        assert node.attributes()["used"] == "GPU-0"
+        node.agent.stop()
+    node.channel.close()
 
 
 def test_a_broken_state_file_is_said_and_hinders_nothing(node: Node) -> None:

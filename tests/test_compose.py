@@ -7,10 +7,20 @@ from typing import Any
 import msgspec
 import pytest
 
+from rte.commands import parts
 from rte.commands.compose import Composer
 from rte.config import Config, ConfigError
 from rte.graph.build import build
-from rte.model import Allocatable, Machine, NvLinkEnd, Observation, Policy, Usage
+from rte.model import (
+    Allocatable,
+    Machine,
+    NvLinkEnd,
+    Observation,
+    PodName,
+    PodUse,
+    Policy,
+    Usage,
+)
 from rte.sources.recorded import read_recorded
 
 MACHINES = Path(__file__).parent / "machines"
@@ -209,3 +219,18 @@ def test_the_fabric_s_domain_is_named_where_the_fabric_is_complete() -> None:
     (alone,) = groups_of("{}", "hgx-h100-oci").values()
     assert not alone.get("domain")
     assert sizes({"": alone}) == {"": (8, "mesh")}
+
+
+def test_pods_and_resources_are_excluded_in_the_words_of_resource_topology_exporter() -> None:
+    config = configured(
+        "nrt:\n"
+        "  exclude: [a]\n"
+        "  resourceExclude: {'*': [b], n1: [c], n2: [d]}\n"
+        "  podExclude:\n"
+        "  - {namespacePattern: 'kube-*', namePattern: 'x*'}\n"
+        "  - {namePattern: y}\n"
+    )
+    assert parts.excluded_resources(config, "n1") == ("a", "b", "c")
+    names = [("kube-system", "x1"), ("kube-system", "z"), ("default", "x1"), ("default", "y")]
+    pods = tuple(PodUse(pod=PodName(namespace=space, name=name)) for space, name in names)
+    assert parts.excluded_pods(config, Usage(pods=pods)) == {pods[0].pod, pods[3].pod}

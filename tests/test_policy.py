@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rte.kubelet.configuration import Configuration, Unanswered
 from rte.kubelet.policy import (
     InForce,
     PolicyError,
@@ -260,3 +262,73 @@ def test_the_kubelets_files_are_found_in_its_command_line(tmp_path: Path) -> Non
     assert (found.config, found.config_dir) == (Path("/etc/k.yaml"), Path("/etc/k.d"))
     assert found.root_dir == Path("/data/kubelet")
     assert found.flags == {"topology-manager-policy": "restricted"}
+
+
+# Where it is read
+
+
+def configuration(folder: Path, **options: Any) -> Configuration:
+    return Configuration(
+        **{"file": None, "drop_ins": None, "default": folder / "config.yaml", **options}
+    )
+
+
+def restricted() -> dict[str, Any]:
+    return {"kubeletconfig": {"topologyManagerPolicy": "restricted"}}
+
+
+def unanswered() -> dict[str, Any]:
+    raise Unanswered("/configz", "Forbidden")
+
+
+def test_a_named_file_comes_before_the_kubelets_answer_and_that_before_the_usual_file(
+    tmp_path: Path,
+) -> None:
+    named = write(tmp_path / "named.yaml", "topologyManagerPolicy: single-numa-node\n")
+    usual = write(tmp_path / "config.yaml", "topologyManagerPolicy: best-effort\n")
+    found = configuration(tmp_path, file=named, configz=restricted)
+    assert policy_word(found) == "single-numa-node"
+    assert found.changed == named.stat().st_ctime
+    found = configuration(tmp_path, configz=restricted)
+    assert policy_word(found) == "restricted"
+    assert found.changed is None
+    found = configuration(tmp_path, configz=unanswered)
+    assert policy_word(found) == "best-effort"
+    assert found.changed == usual.stat().st_ctime
+    usual.unlink()
+    with pytest.raises(PolicyError, match="/configz: Forbidden"):
+        found.read()
+    assert configuration(tmp_path).read() is None
+
+
+def policy_word(found: Configuration) -> str:
+    policy = found.read()
+    assert policy is not None
+    return policy.topology_manager.value
+
+
+def test_the_running_kubelets_command_line_names_file_drop_ins_and_flags(tmp_path: Path) -> None:
+    file = write(tmp_path / "k.yaml", "topologyManagerPolicy: restricted\n")
+    write(tmp_path / "k.d" / "10.conf", "topologyManagerScope: pod\n")
+    arguments = [
+        f"--config={file}",
+        f"--config-dir={tmp_path / 'k.d'}",
+        "--cpu-manager-policy=static",
+    ]
+    process = subprocess.Popen(
+        ["kubelet", "-c", "import sys; sys.stdin.read()", *arguments],
+        executable=sys.executable,
+        stdin=subprocess.PIPE,
+    )
+    try:
+        mine = [k for k in read_kubelet_commands() if k.pid == process.pid]
+        assert [k.config for k in mine] == [file]
+        policy = configuration(tmp_path, command=True, configz=unanswered).read()
+    finally:
+        process.communicate()
+    assert policy is not None
+    assert (policy.topology_manager, policy.scope, policy.cpu_manager) == (
+        "restricted",
+        "pod",
+        "static",
+    )

@@ -75,7 +75,8 @@ class Composer:
             unbound=Unbound(nrt_options.unbound),
             method=FingerprintMethod(nrt_options.fingerprint.method),
             informer_mode=InformerMode(nrt_options.fingerprint.informer_mode),
-            exclude=nrt_options.exclude,
+            exclude=parts.excluded_resources(self._config, self._node),
+            ignored=parts.excluded_pods(self._config, observation.usage),
         )
         if nrt_options.fabric:
             self._fabric = fabric(

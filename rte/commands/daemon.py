@@ -70,12 +70,14 @@ def run(
     files: Sequence[Path] = (),
     again: Callable[[], Config] | None = None,
     out: Path | None = None,
+    oneshot: bool = False,
 ) -> int:
     """Runs the roles until SIGTERM or SIGINT; the exit status.
 
     `files` are those of the configuration: `devices.withhold` of the first is followed, and at
     each change, and on SIGHUP, what the plugin can follow of what `again` gives. `out` is a folder
-    that the publisher writes to in place of the API server.
+    that the publisher writes to in place of the API server; `oneshot` ends with the first
+    publication.
     """
     logging.basicConfig(
         level=config.log_level.upper(),
@@ -90,6 +92,8 @@ def run(
             daemon = Daemon(
                 config, told, publishes=publishes, plugs=plugs, files=files, again=again, out=out
             )
+            if oneshot and daemon.agent is not None:
+                daemon.agent.on_published = lambda: told.put(Told.STOP)
             daemon.start()
         except (Refused, ConfigError, CdiError, KubeletError, GroupsError, StatusError) as error:
             log.error("refusing to start: %s", error)
@@ -412,9 +416,16 @@ class Daemon:
                 raise Refused(str(error)) from error
             published_fabric = parts.published_fabric(api, self.node)
             node_uid = parts.node_uid(api, self.node)
-            sink = ApiSink(api, node=self.node, takeover_after_s=config.nrt.takeover_after)
+            sink = ApiSink(
+                api,
+                node=self.node,
+                takeover_after_s=config.nrt.takeover_after,
+                owner=config.nrt.owner,
+            )
+            kubelet = parts.kubelet_configuration(config, api, self.node)
             sources = Sources(
-                policy=parts.kubelet_policy(config, api, self.node),
+                policy=parts.kubelet_policy(config, kubelet),
+                policy_changed=lambda: kubelet.changed,
                 published_policy=sink.published_policy,
                 node_allocatable=parts.node_allocatable(api, self.node),
             )
@@ -428,7 +439,11 @@ class Daemon:
                 self._ends.append(pods.stop)
         else:
             sink = FolderSink(out)
-            sources = Sources(policy=parts.kubelet_policy(config, None, self.node))
+            kubelet = parts.kubelet_configuration(config, None, self.node)
+            sources = Sources(
+                policy=parts.kubelet_policy(config, kubelet),
+                policy_changed=lambda: kubelet.changed,
+            )
         sources = sources._replace(withheld=lambda: self.cordons.now)
         if plugin is not None:
             observe = plugin.observe
@@ -455,7 +470,10 @@ class Daemon:
             ),
             sink=sink,
             pace=Pace(
-                poll_s=config.kubelet.poll, reread_s=config.nrt.reread, echo_s=config.nrt.echo
+                poll_s=config.kubelet.poll,
+                reread_s=config.nrt.reread,
+                echo_s=config.nrt.echo,
+                stale_s=config.nrt.stale_after,
             ),
         )
 

@@ -169,7 +169,9 @@ class DemoNode:
             ),
             hardware=self.hardware,
             sources=Sources(
-                policy=parts.kubelet_policy(self.config, None, NODE),
+                policy=parts.kubelet_policy(
+                    self.config, parts.kubelet_configuration(self.config, None, NODE)
+                ),
                 node_allocatable=lambda: self.kubelet.state.allocatable,
             ),
             compose=self.journal.compose,

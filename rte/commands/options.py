@@ -36,6 +36,15 @@ def add_options(parser: argparse.ArgumentParser, *, only: tuple[str, ...] = ("",
     )
     for flag in PASSED_OVER:
         parser.add_argument(flag, nargs="?", dest="passed_over", help=argparse.SUPPRESS)
+    if "nrt.".startswith(only):
+        parser.add_argument(
+            "--no-publish",
+            dest="nrt.publish",
+            action="store_const",
+            const="false",
+            default=argparse.SUPPRESS,
+            help="the same as --publish=false",
+        )
     for option in options():
         if option.flag is None or not option.key.startswith(only):
             continue

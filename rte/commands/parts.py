@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,10 @@ from rte.discovery.faults import FaultRules, parse_fault_rules
 from rte.graph.build import Graph
 from rte.graph.parts import Sharing
 from rte.kubelet.usage import KubeletError
-from rte.model import DeviceUse, NumaId, PodName, Policy, base_units, pci_address
+from rte.model import DeviceUse, NumaId, PodName, Policy, Usage, base_units, pci_address
 
 if TYPE_CHECKING:
+    from rte.kubelet.configuration import Configuration
     from rte.publish.apply import ApiServer
     from rte.publish.labels import Label
 
@@ -141,35 +143,47 @@ def state_dir(config: Config) -> Path | None:
 # The kubelet's configuration
 
 
-def kubelet_policy(config: Config, api: ApiServer | None, node: str) -> Callable[[], Policy | None]:
-    """Reads the kubelet's configuration: the file that is named, else /configz of the own node.
-
-    What the operator states stands in place of what is read, and alone where nothing can be read.
-    The function raises KubeletError or ApiError.
-    """
-    from rte.kubelet.policy import (  # noqa: PLC0415 - the plugin alone needs none of it
-        PolicyError,
-        parse_policy,
-        read_policy,
-        stated,
-    )
+def kubelet_configuration(config: Config, api: ApiServer | None, node: str) -> Configuration:
+    """Where the kubelet's configuration is read."""
+    from rte.kubelet.configuration import Configuration, Unanswered  # noqa: PLC0415 - not for all
     from rte.publish.access import ApiError  # noqa: PLC0415 - as above
 
     kubelet = config.kubelet
-    file = Path(kubelet.config_file) if kubelet.config_file else None
-    drop_ins = Path(kubelet.config_dir) if kubelet.config_dir else None
+
+    def configz() -> Mapping[str, Any]:
+        assert api is not None
+        try:
+            return api.read_configz(node)
+        except ApiError as error:
+            raise Unanswered("/configz", str(error)) from error
+
+    return Configuration(
+        file=Path(kubelet.config_file) if kubelet.config_file else None,
+        drop_ins=Path(kubelet.config_dir) if kubelet.config_dir else None,
+        default=Path(kubelet.root_dir, "config.yaml"),
+        command=kubelet.find_command,
+        configz=None if api is None else configz,
+    )
+
+
+def kubelet_policy(config: Config, configuration: Configuration) -> Callable[[], Policy | None]:
+    """Reads the kubelet's configuration.
+
+    What the operator states stands in place of what is read, and alone where nothing can be read.
+    The function raises KubeletError.
+    """
+    from rte.kubelet.configuration import Unanswered  # noqa: PLC0415 - not the plugin alone
+    from rte.kubelet.policy import PolicyError, stated  # noqa: PLC0415 - as above
+
+    kubelet = config.kubelet
 
     def read() -> Policy | None:
         try:
-            if file is not None or drop_ins is not None:
-                return read_policy(file, drop_ins=drop_ins)
-            return parse_policy(api.read_configz(node)) if api is not None else None
+            return configuration.read()
         except PolicyError as error:
+            if isinstance(error, Unanswered) and kubelet.topology_manager_policy is not None:
+                return None
             raise KubeletError("kubelet configuration", str(error)) from error
-        except ApiError:
-            if kubelet.topology_manager_policy is None:
-                raise
-            return None
 
     return lambda: stated(
         read(),
@@ -222,6 +236,23 @@ def node_uid(api: ApiServer, node: str) -> Callable[[], str | None]:
         return str(found["metadata"]["uid"]) if found else None
 
     return read
+
+
+def excluded_resources(config: Config, node: str) -> tuple[str, ...]:
+    """Resources that no zone of this node lists."""
+    by_node = config.nrt.resource_exclude
+    return (*config.nrt.exclude, *by_node.get("*", ()), *by_node.get(node, ()))
+
+
+def excluded_pods(config: Config, usage: Usage) -> frozenset[PodName]:
+    """Pods whose resources count as available."""
+    return frozenset(
+        pod.pod
+        for pod in usage.pods
+        for pattern in config.nrt.pod_exclude
+        if fnmatchcase(pod.pod.namespace, pattern.namespace_pattern)
+        and fnmatchcase(pod.pod.name, pattern.name_pattern)
+    )
 
 
 def label_keys(config: Config) -> Mapping[Label, str]:

@@ -7,16 +7,25 @@ from pathlib import Path
 
 from rte.commands.daemon import run
 from rte.commands.options import add_options, configuration, files
+from rte.config import dump
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser)
+    parser.add_argument(
+        "--dump-config",
+        action="store_true",
+        help="print the effective configuration, and end",
+    )
     parser.add_argument(
         "--out", metavar="DIR", help="write the objects into a folder, not to the API server"
     )
 
 
 def main(args: argparse.Namespace) -> int:
+    if args.dump_config:
+        print(dump(configuration(args)), end="")
+        return 0
     return run(
         configuration(args),
         publishes=True,

@@ -21,6 +21,7 @@ MOST_CPUS = 1 << 16
 DROP_IN_SUFFIX = ".conf"
 API_VERSION = "kubelet.config.k8s.io/v1beta1"
 KIND = "KubeletConfiguration"
+DEFAULT_MAX_NUMA_NODES = 8
 
 Word = TypeVar("Word", bound=StrEnum)
 
@@ -121,6 +122,19 @@ def stated(
     if topology_manager is not None:
         policy = replace(policy, topology_manager=TopologyManagerPolicy(topology_manager))
     return policy if scope is None else replace(policy, scope=Scope(scope))
+
+
+def says(published: Policy, read: Policy) -> bool:
+    """Whether a policy as a published object states it is one that was read: options and reserved
+    memory are not published."""
+    return published == replace(
+        read,
+        max_numa_nodes=published.max_numa_nodes
+        if (read.max_numa_nodes or DEFAULT_MAX_NUMA_NODES) == published.max_numa_nodes
+        else read.max_numa_nodes,
+        cpu_manager_options={},
+        reserved_memory={},
+    )
 
 
 # When a changed configuration counts

@@ -7,7 +7,7 @@ Zones are the NUMA nodes with CPUs, numbered from 0 without gaps, whatever the k
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from rte.model import (
     NumaId,
     NumaNode,
     Observation,
+    PodName,
     PodUse,
     TopologyManagerPolicy,
     Usage,
@@ -79,9 +80,15 @@ def accounts(
     claimed: Collection[DeviceId] = (),
     unbound: Unbound = Unbound.TOTAL,
     exclude: Collection[str] = (),
+    ignored: Collection[PodName] = (),
 ) -> Accounts:
     """`ours` are the devices that this node's plugin advertises, healthy or not, with the NUMA
-    nodes it sends; `claimed` are GPUs and MIG slices that DRA claims hold."""
+    nodes it sends; `claimed` are GPUs and MIG slices that DRA claims hold, `ignored` pods whose
+    resources count as available."""
+    if ignored:
+        counted = tuple(pod for pod in observation.usage.pods if pod.pod not in ignored)
+        usage = replace(observation.usage, pods=counted, memory_free={})
+        observation = replace(observation, usage=usage)
     nodes = zone_nodes(observation.machine)
     zones = {node.id: number for number, node in enumerate(nodes)}
     groups = memory_groups(observation.usage)

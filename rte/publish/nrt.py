@@ -101,6 +101,7 @@ def nrt(
     method: FingerprintMethod = FingerprintMethod.WITH_EXCLUSIVE_RESOURCES,
     informer_mode: InformerMode = InformerMode.DEDICATED,
     exclude: Collection[str] = (),
+    ignored: Collection[PodName] = (),
 ) -> dict[str, Any]:
     """The whole object, equal for equal observations: everything in it is sorted.
 
@@ -108,9 +109,17 @@ def nrt(
     NVLink. `ours` are all devices that this node's plugin advertises, healthy or not, with the
     NUMA nodes it sends: without them a device that is neither healthy nor in use is not counted.
     `claimed` are the GPUs and slices that DRA claims hold. `node_uid` None leaves the object
-    without an owner. `exclude` are resources that no zone shall list.
+    without an owner. `exclude` are resources that no zone shall list, `ignored` pods whose
+    resources count as available.
     """
-    counted = accounts(observation, ours=ours, claimed=claimed, unbound=unbound, exclude=exclude)
+    counted = accounts(
+        observation,
+        ours=ours,
+        claimed=claimed,
+        unbound=unbound,
+        exclude=exclude,
+        ignored=ignored,
+    )
     nodes = zone_nodes(observation.machine)
     listed = frozenset(name for zone in counted.resources for name in zone)
     placed = container_zones(observation, nodes, resources=listed, mode=informer_mode)

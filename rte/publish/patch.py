@@ -14,6 +14,9 @@ from rte.model import thousandths
 ECHO = "rteEcho"
 """An attribute that only wakes the scheduler: a counter that comparison ignores."""
 
+STALE = "staleSince"
+"""An attribute of an object that may not be true any more."""
+
 
 def rest(body: Mapping[str, Any]) -> tuple[Any, ...]:
     """All but attributes and zones, and of the metadata what we say."""
@@ -31,6 +34,16 @@ def with_echo(body: Mapping[str, Any], count: int) -> dict[str, Any]:
     """The body with the counter as its last attribute."""
     attributes = [item for item in body.get("attributes", ()) if item["name"] != ECHO]
     return {**body, "attributes": [*attributes, {"name": ECHO, "value": str(count)}]}
+
+
+def with_stale(body: Mapping[str, Any], since: str) -> dict[str, Any]:
+    """The body with the time since when nothing has been known, RFC 3339."""
+    attributes = [*body.get("attributes", ()), {"name": STALE, "value": since}]
+    return {**body, "attributes": sorted(attributes, key=lambda item: str(item["name"]))}
+
+
+def is_stale(body: Mapping[str, Any]) -> bool:
+    return any(item["name"] == STALE for item in body.get("attributes", ()))
 
 
 def changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[dict[str, Any]] | None:
