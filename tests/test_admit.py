@@ -494,6 +494,15 @@ def test_a_resource_that_no_plugin_has_is_named(
     assert "no plugin has registered b.com/thing" in done.out
 
 
+def test_what_a_pod_asks_as_a_whole_is_told(
+    admit: Callable[..., SimpleNamespace], manifest: Callable[..., str]
+) -> None:
+    level = pod("level", {GPU: 1})
+    level["spec"]["resources"] = {"limits": {"cpu": "4", "memory": "1Gi"}}
+    done = admit(HGX, manifest(level))
+    assert "Pod level asks 1 nvidia.com/gpu, 4 CPUs, 1 GiB (Guaranteed)\n" in done.out
+
+
 # What was given
 
 

@@ -153,11 +153,12 @@ def first_fit(decision: Decision) -> tuple[DeviceId, ...]:
 
 def totals(spec: PodSpec) -> dict[str, int]:
     """What the pod asks at once, in thousandths; devices first, then cpu and memory."""
-    asks = {name for c in spec.containers for name in c.requests}
+    asks = {name for holder in (spec, *spec.containers) for name in holder.requests}
     found = {}
     for name in sorted(asks, key=lambda name: ("/" not in name, name)):
         amounts = {c.name: c.requests.get(name, 0) for c in spec.containers}
-        if thousandths := pod_total(spec, amounts):
+        # What the pod asks as a whole stands in place of its containers' sum.
+        if thousandths := spec.requests.get(name, pod_total(spec, amounts)):
             found[name] = thousandths
     return found
 
