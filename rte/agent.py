@@ -358,6 +358,7 @@ class Agent:
         self._in_force = InForce()
         self._policy_is_due = True
         self._node_allocatable: Mapping[str, int] | None = None
+        self._node_failures = 0  # to read it, in a row
         self._bodies: Mapping[str, Mapping[str, object]] = {}  # by kind, as last published
         self._sink_is_due = True
         self._is_held = False
@@ -625,7 +626,9 @@ class Agent:
                 self._node_allocatable = self._sources.node_allocatable()
             except ApiError as error:
                 self.problems.report("Node", f"status.allocatable is unknown: {error}")
+                self._node_failures += 1
                 return self.observation.node_allocatable if self.observation else {}
+            self._node_failures = 0
             self.problems.end("Node")
         return self._node_allocatable
 
@@ -681,6 +684,8 @@ class Agent:
     def _pacer_looked(self, now: float, *, wrote: bool, wakes: bool = False) -> None:
         with self._condition:
             self._pacer.looked(now, wrote=wrote, wakes=wakes)
+            if self._node_failures:
+                self._pacer.again(now, min(2.0 ** (self._node_failures - 1), 600.0))
 
     def _report_others(self, now: float, outcomes: Iterable[Outcome]) -> None:
         problems = self.sink.problems(now)
