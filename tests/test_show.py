@@ -24,7 +24,7 @@ from rte.view.document import document
 from rte.view.reason import reason
 from rte.view.smi import smi
 from rte.view.text import WIDTH, text
-from rte.view.words import columns, ranges, size
+from rte.view.words import columns, ranges, size, speed
 from tests.fake_nvml import fake_nvml
 from tests.graphs import meshed, random_machine
 from tests.machines.description import FOLDER
@@ -243,6 +243,21 @@ def test_a_choice_without_gpus_says_so() -> None:
 )
 def test_ranges(numbers: tuple[int, ...], words: str) -> None:
     assert ranges(numbers) == words
+
+
+def test_fewer_gpus_than_asked_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, "choose", str(FOLDER / "dgx1-v100"), "--size", "9")
+    assert "Asked for 9: no more than these are offered.\n" in shown
+    assert "e+" not in shown
+    assert "Asked for" not in said(capsys, "choose", str(FOLDER / "dgx1-v100"), "--size", "8")
+
+
+@pytest.mark.parametrize(
+    ("megabytes_per_s", "words"),
+    [(0, "0 GB/s"), (31_508, "31.5 GB/s"), (999_700, "1000 GB/s"), (1_234_500, "1234 GB/s")],
+)
+def test_speed(megabytes_per_s: int, words: str) -> None:
+    assert speed(megabytes_per_s) == words
 
 
 @pytest.mark.parametrize(

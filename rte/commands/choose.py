@@ -62,6 +62,8 @@ def main(args: argparse.Namespace) -> int:
         print(json_text({**choice_document(choice), "rest": rest_document(left)}), end="")
     else:
         print(reason(graph, choice), end="")
+        if len(choice.chosen) < args.size:
+            print(f"Asked for {args.size}: no more than these are offered.")
         if choice.chosen:
             print(f"For the rest of the node: {rest_said(left)}.")
     return 0

@@ -34,11 +34,16 @@ def size(count_bytes: int) -> str:
     while value >= 1024 and len(units) > 1:
         value /= 1024
         units.pop(0)
-    return f"{value:.3g} {units[0]}" if value < 1000 else f"{value:.0f} {units[0]}"
+    return f"{three_digits(value)} {units[0]}"
 
 
 def speed(megabytes_per_s: int) -> str:
-    return f"{megabytes_per_s / 1000:.3g} GB/s"
+    return f"{three_digits(megabytes_per_s / 1000)} GB/s"
+
+
+def three_digits(value: float) -> str:
+    """At least; of large numbers all before the point."""
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
