@@ -319,3 +319,12 @@ def test_a_configuration_error_names_its_key_and_stops_the_start(
     assert done.stderr.count("\n") == 1
     assert node.kubelet.registered.empty()
     assert not node.out.exists()
+
+
+def test_a_kubeconfig_that_is_not_there_is_named_by_its_key(node: Node) -> None:
+    node.config["api"] = {"kubeconfig": "/absent"}
+    node.arguments = ()
+    node.begin()
+    assert node.wait() == 1
+    assert "refusing to start: api.kubeconfig: /absent: " in node.log()
+    assert node.kubelet.registered.empty()

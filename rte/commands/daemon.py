@@ -413,7 +413,8 @@ class Daemon:
             try:
                 api = parts.api_server(config)
             except ApiError as error:
-                raise Refused(str(error)) from error
+                key = "api.kubeconfig: " if config.api.kubeconfig else ""
+                raise Refused(f"{key}{error}") from error
             published_fabric = parts.published_fabric(api, self.node)
             node_uid = parts.node_uid(api, self.node)
             sink = ApiSink(
