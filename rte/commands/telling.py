@@ -153,7 +153,7 @@ def first_fit(decision: Decision) -> tuple[DeviceId, ...]:
 
 def totals(spec: PodSpec) -> dict[str, int]:
     """What the pod asks at once, in thousandths; devices first, then cpu and memory."""
-    asks = {name for holder in (spec, *spec.containers) for name in holder.requests}
+    asks = {*spec.requests, *(name for c in spec.containers for name in c.requests)}
     found = {}
     for name in sorted(asks, key=lambda name: ("/" not in name, name)):
         amounts = {c.name: c.requests.get(name, 0) for c in spec.containers}
