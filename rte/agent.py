@@ -200,6 +200,8 @@ class Pacer:
 
 UNREADY = frozenset({"kubelet", "hardware", "policy", "API server", "agent"})
 NRT_KIND = "NodeResourceTopology"
+NODE_SELDOM = 12
+"""Of so many re-readings one is of what the Node offers, which a kubelet's restart changes."""
 HANGS_S = 180.0
 """A turn is a few requests with time-outs of 5 and 10 s; one that takes so long hangs."""
 
@@ -358,6 +360,7 @@ class Agent:
         self._in_force = InForce()
         self._policy_is_due = True
         self._node_allocatable: Mapping[str, int] | None = None
+        self._rereads = 0
         self._node_failures = 0  # to read it, in a row
         self._bodies: Mapping[str, Mapping[str, object]] = {}  # by kind, as last published
         self._sink_is_due = True
@@ -620,7 +623,7 @@ class Agent:
             return None
 
     def _own_node_allocatable(self) -> Mapping[str, int]:
-        """Read at start, after a restart of the kubelet and with each re-reading."""
+        """Read at start, after a restart of the kubelet and every two hours."""
         if self._node_allocatable is None:
             try:
                 self._node_allocatable = self._sources.node_allocatable()
@@ -700,12 +703,17 @@ class Agent:
                     self._pacer.again(now, outcome.again_s)
 
     def _reread(self, now: float) -> None:
-        outcomes = self.sink.reread(now)
         with self._condition:
             self._pacer.reread(now, chance=random.random())
-            self._pacer.woken(now)  # the Node's own figures are read again as well
-            self._reasons.setdefault(Reason.REREAD, now)
-        self._node_allocatable = None
+        self._rereads += 1
+        if self._rereads % NODE_SELDOM == 0:
+            # In place of the other: an idle hour is six requests.
+            self._node_allocatable = None
+            with self._condition:
+                self._pacer.woken(now)
+                self._reasons.setdefault(Reason.REREAD, now)
+            return
+        outcomes = self.sink.reread(now)
         self._is_held = any(outcome.wrote is Wrote.HELD for outcome in outcomes)
         self._count(outcomes)
         self._report_others(now, outcomes)

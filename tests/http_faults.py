@@ -35,12 +35,16 @@ class QuietServer(ThreadingHTTPServer):
 class FaultyProxy:
     """Use as a context manager; `faults` are consumed by the next requests, one each."""
 
-    def __init__(self, server: ApiServer) -> None:
+    def __init__(self, server: ApiServer, *, port: int = 0) -> None:
         self.server = server
+        self.asked: set[tuple[str, str]] = set()  # method and path with query
         self.faults: list[Fault] = []
+        self.then: dict[str, list[Fault]] = {}
+        """Faults of the next requests of a method."""
         self.seen: list[tuple[str, str, int]] = []  # method, path without query, bytes of body
+        self.connections: set[socket.socket] = set()
         self.hang_ends = threading.Event()
-        self.http = QuietServer(("127.0.0.1", 0), self.handler())
+        self.http = QuietServer(("127.0.0.1", port), self.handler())
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,))
@@ -53,12 +57,23 @@ class FaultyProxy:
         self.hang_ends.set()
         self.http.shutdown()
         self.http.server_close()
+        for connection in tuple(self.connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         self.thread.join()
 
     def handler(proxy) -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             wbufsize = -1  # head and body in one packet
+
+            def setup(self) -> None:
+                super().setup()
+                proxy.connections.add(self.connection)
+
+            def finish(self) -> None:
+                proxy.connections.discard(self.connection)
+                super().finish()
 
             def do_GET(self) -> None:
                 self.pass_on()
@@ -72,10 +87,12 @@ class FaultyProxy:
             def pass_on(self) -> None:
                 content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 proxy.seen.append((self.command, urlsplit(self.path).path, len(content)))
+                proxy.asked.add((self.command, self.path))
                 if "watch=true" in self.path:
                     self.pass_watch_on()
                     return
-                fault = proxy.faults.pop(0) if proxy.faults else None
+                ours = proxy.then.get(self.command) or proxy.faults
+                fault = ours.pop(0) if ours else None
                 if fault is not None and not fault.after:
                     self.fail(fault)
                     return

@@ -2,6 +2,7 @@
 
 import json
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -649,6 +650,39 @@ def test_an_api_server_that_asks_for_patience_gets_it(
             node.agent.stop()
         node.channel.close()
         api.close()
+
+
+def test_an_api_server_that_is_gone_and_back_gets_the_newest(
+    tmp_path: Path, apiserver: RealApiServer
+) -> None:
+    apiserver.apply_files(CRD)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    api = ApiServer(Access(server=f"http://127.0.0.1:{port}", token=apiserver.token))
+    node = Node(tmp_path, QUICK, ApiSink(api, node="n", takeover_after_s=180, owner=False))
+    path = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/n"
+
+    def used() -> str:
+        answer = apiserver.request("GET", path)
+        return str(answer.body["attributes"][0]["value"]) if answer.status == 200 else "nothing"
+
+    with node.pods:
+        node.hold(a=("GPU-0",))
+        node.agent.start()
+        node.until(lambda: node.agent.counts.failures.total() >= 2)
+        with FaultyProxy(apiserver, port=port):
+            node.until(lambda: used() == "GPU-0")
+        node.hold(a=("GPU-1",))
+        node.until(lambda: "API server" in node.agent.not_ready())
+        node.hold(a=("GPU-2",))
+        with FaultyProxy(apiserver, port=port):
+            node.until(lambda: used() == "GPU-2")
+            node.until(lambda: not node.agent.not_ready())
+            node.agent.stop()
+    node.channel.close()
+    api.close()
+    apiserver.delete(path)
 
 
 def test_a_missing_definition_is_said_once_and_awaited(

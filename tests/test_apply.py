@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import json
 import os
 import ssl
 import threading
@@ -19,6 +20,7 @@ from rte.publish.apply import ApiServer
 from rte.publish.patch import changes
 from rte.publish.publisher import (
     REPORTED_S,
+    SELDOM,
     ApiSink,
     FolderSink,
     Outcome,
@@ -373,6 +375,97 @@ def test_putting_back_reads_the_nodes_uid_again(
     sink.reread(600)
     (owner,) = real.get(PATH + node)["metadata"]["ownerReferences"]
     assert owner["uid"] == real.get(f"/api/v1/nodes/{node}")["metadata"]["uid"]
+
+
+def test_a_node_that_is_made_anew_has_its_object_at_once(
+    real: RealApiServer, sink: ApiSink, node: str
+) -> None:
+    """The garbage collector deletes the object of the Node before: no second writer."""
+    sink.publish(nrt(node), 0)
+    real.delete(f"/api/v1/nodes/{node}")
+    real.create_node(node)
+    real.delete(PATH + node)
+    assert sink.publish(nrt(node, available=3), 1).wrote is Wrote.CREATED
+    (owner,) = real.get(PATH + node)["metadata"]["ownerReferences"]
+    assert owner["uid"] == real.get(f"/api/v1/nodes/{node}")["metadata"]["uid"]
+    assert not sink.problems(2)
+
+
+def test_another_process_of_ours_is_no_second_writer(
+    real: RealApiServer, api: ApiServer, sink: ApiSink, node: str
+) -> None:
+    """A rolling update: the old pod's last patch is unknown to the new one, and the other way."""
+    sink.publish(nrt(node), 0)
+    again = ApiSink(api, node=node, takeover_after_s=180)
+    again.publish(nrt(node, available=1), 1)
+    assert sink.publish(nrt(node, available=2), 2).wrote is Wrote.APPLIED  # after a 409
+    assert again.publish(nrt(node, available=3), 3).wrote is Wrote.APPLIED
+    assert real.get(PATH + node)["zones"] == nrt(node, available=3)["zones"]
+    assert not again.problems(4)
+
+
+def test_an_owner_that_may_not_be_set_is_left_out_and_said_once(
+    real: RealApiServer,
+    faulty: ApiServer,
+    proxy: FaultyProxy,
+    node: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """OwnerReferencesPermissionEnforcement: we take over an object that we may not delete."""
+    former = nrt(node, available=0)
+    real.ask("PATCH", f"{PATH}{node}?fieldManager=nfd", former, content_type=APPLY)
+    sink = ApiSink(faulty, node=node, takeover_after_s=0)
+    words = (
+        f'"{node}" is forbidden: cannot set an ownerRef on a resource you can\'t delete: , <nil>'
+    )
+    status = {"kind": "Status", "code": 403, "reason": "Forbidden", "message": words}
+    # The object is read, then its Node, then it is written.
+    proxy.then = {"PATCH": [Fault(403, body=json.dumps(status).encode())]}
+    assert sink.publish(nrt(node), 1).wrote is Wrote.APPLIED
+    live = real.get(PATH + node)
+    assert live["zones"] == nrt(node)["zones"]
+    assert "ownerReferences" not in live["metadata"]
+    assert sink.publish(nrt(node, zones=1), 2).wrote is Wrote.APPLIED
+    assert sum("without an owner" in record.message for record in caplog.records) == 1
+
+
+MANAGERS = ["resource-topology-exporter", "node-feature-discovery-topology-updater", "nrt-updater"]
+
+
+@pytest.mark.parametrize("manager", MANAGERS)
+@pytest.mark.parametrize("verb", ["apply", "update"])
+def test_whoever_wrote_before_is_respected_and_then_taken_over_from(
+    real: RealApiServer, api: ApiServer, node: str, manager: str, verb: str
+) -> None:
+    """RTE patches or updates, NFD applies by force."""
+    body = nrt(node, available=0)
+    if verb == "apply":
+        query = f"?fieldManager={manager}&force=true"
+        real.ask("PATCH", PATH + node + query, body, content_type=APPLY)
+    else:
+        real.create(f"{PATH.rstrip('/')}?fieldManager={manager}", body)
+        edit(real, node, {"zones": nrt(node, available=1)["zones"]}, manager=manager)
+    first = ApiSink(api, node=node, takeover_after_s=180).publish(nrt(node), 0)
+    assert held(first)
+    last = ApiSink(api, node=node, takeover_after_s=0)
+    until(lambda: last.publish(nrt(node), 1).wrote is Wrote.APPLIED)
+    live = real.get(PATH + node)
+    assert live["zones"] == nrt(node)["zones"]
+    assert last_foreign_writer(live) is None
+
+
+def test_re_reading_asks_for_one_object_at_a_time(
+    real: RealApiServer, faulty: ApiServer, proxy: FaultyProxy, node: str
+) -> None:
+    sink = ApiSink(faulty, node=node, takeover_after_s=180)
+    sink.publish(nrt(node), 0)
+    labels = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": node, "labels": {"a": "b"}}}
+    sink.publish(labels, 0)
+    before = len(proxy.seen)
+    for number in range(SELDOM):
+        sink.reread(600.0 * number)
+    paths = [path for _, path, _ in proxy.seen[before:]]
+    assert paths == [PATH + node] * (SELDOM - 1) + [f"/api/v1/nodes/{node}"]
 
 
 def test_a_former_writer_is_taken_over_from_when_it_has_been_silent(

@@ -296,6 +296,14 @@ class World:
         return kind.__name__
 
 
+def is_of_this_node(world: World, path: str) -> bool:
+    """Nothing of the cluster as a whole is read, listed or watched from a node."""
+    where, _, query = path.partition("?")
+    if where == "/api/v1/pods":
+        return f"fieldSelector=spec.nodeName%3D{world.name}&" in f"{query}&"
+    return where.endswith(f"/{world.name}")
+
+
 def described(node: NumaNode) -> dict[str, Any]:
     """A recorded NUMA node as the kubelet's machine.json has it, two threads a core."""
     half = len(node.cpus) // 2
@@ -366,6 +374,7 @@ def test_every_published_state_is_what_a_recount_says(
             assert (world.metric("rte_writes_total"), world.body()) == before
             world.until_no_problem()
     world.until_right()
+    assert all(is_of_this_node(world, path) for _, path in world.proxy.asked), world.proxy.asked
     print(f"\n{steps} steps, seed {seed}: {dict(world.done)}")
     for kind, times in sorted(took.items()):
         times.sort()

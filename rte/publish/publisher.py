@@ -8,6 +8,7 @@ writers that fight cost the API server more than stale figures cost the schedule
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -24,8 +25,13 @@ from rte.publish.access import ApiError
 from rte.publish.apply import FIELD_MANAGER, ApiServer, Body
 from rte.publish.patch import ECHO, changes, with_echo
 
+log = logging.getLogger(__name__)
+
 REPORTED_S = 3600.0
 """How long a foreign change is reported after it last happened."""
+
+SELDOM = 6
+"""Of so many re-readings one is of an object that schedulers do not read."""
 
 PLURAL = {"NodeResourceTopology": "noderesourcetopologies", "GPUFabric": "gpufabrics"}
 
@@ -84,6 +90,7 @@ class ApiSink:
         self._takeover_after_s = takeover_after_s
         self._owner = Owner(api, node) if owner else None
         self._objects: dict[str, Publication] = {}
+        self._rereads = 0
         self._labels: NodeLabels | None = None
 
     def publish(self, body: Body, now: float) -> Outcome:
@@ -100,8 +107,18 @@ class ApiSink:
         return self._objects[path].publish(body, now)
 
     def reread(self, now: float) -> tuple[Outcome, ...]:
-        labels = [self._labels.reread()] if self._labels else []
-        return (*(of.reread(now) for of in tuple(self._objects.values())), *filter(None, labels))
+        """One request if nothing was changed: of the NodeResourceTopology, which schedulers read,
+        and every sixth time of something else instead."""
+        self._rereads += 1
+        nrt = PLURAL["NodeResourceTopology"]
+        often = [of.reread for path, of in self._objects.items() if nrt in path]
+        seldom = [of.reread for path, of in self._objects.items() if nrt not in path]
+        if self._labels is not None:
+            seldom.append(self._labels.reread)
+        if seldom and (not often or self._rereads % SELDOM == 0):
+            turn = self._rereads // (SELDOM if often else 1) % len(seldom)
+            return (seldom[turn](now),)
+        return tuple(reread(now) for reread in often)
 
     def echo(self) -> Outcome | None:
         for path, publication in self._objects.items():
@@ -240,7 +257,7 @@ class Publication:
         assert body is not None
         live = self._api.read(self._path)
         if live is None:
-            if self._ours and not timer:
+            if self._ours and not timer and not self._owner_changed():
                 return self._hold(now, "was deleted by another")
             self._held = False
             return self._create(body)
@@ -282,6 +299,13 @@ class Publication:
         self._problem = f"{self._path} {words}"
         self._problem_until = now + for_s
 
+    def _owner_changed(self) -> bool:
+        """Whether the Node is another than before, whose object the garbage collector deletes."""
+        if self._owner is None:
+            return False
+        before = self._owner.references(anew=False)
+        return self._owner.references(anew=True) != before
+
     # Requests
 
     def _create(self, body: Body) -> Outcome:
@@ -297,7 +321,14 @@ class Publication:
         sent = self._with_owner(body, anew=False)
         sent = with_echo(sent, self._echo) if self._echo else sent
         sent = {**sent, "metadata": {**sent["metadata"], "resourceVersion": version}}
-        live = self._api.apply(self._path, sent, force=True)
+        try:
+            live = self._api.apply(self._path, sent, force=True)
+        except ApiError as error:
+            if self._owner is None or not refuses_owner(error):
+                raise
+            log.warning("%s; it stays without an owner: %s", self._path, error.message)
+            self._owner = None
+            return self._apply(body, version=version)
         self._known(body, str(live["metadata"]["resourceVersion"]))
         return self._outcome(Wrote.APPLIED, sent)
 
@@ -319,6 +350,12 @@ class Publication:
     def _outcome(self, wrote: Wrote, sent: Any = None) -> Outcome:
         kind = str(self._wanted["kind"]) if self._wanted else ""
         return Outcome(kind, wrote, len(msgspec.json.encode(sent)) if sent else 0)
+
+
+def refuses_owner(error: ApiError) -> bool:
+    """Whether OwnerReferencesPermissionEnforcement, an admission plugin that some distributions
+    turn on, lets no one set an owner who may not delete the object."""
+    return error.status == 403 and "ownerRef" in error.message
 
 
 class Writer(NamedTuple):
@@ -422,9 +459,11 @@ class NodeLabels:
             return Outcome("Node", Wrote.UNCHANGED)
         return self._settle(self._wanted)
 
-    def reread(self) -> Outcome | None:
+    def reread(self, now: float) -> Outcome:
         """Puts back what others changed or removed."""
-        return None if self._wanted is None else self._settle(self._wanted)
+        if self._wanted is None:
+            return Outcome("Node", Wrote.UNCHANGED)
+        return self._settle(self._wanted)
 
     def _settle(self, labels: dict[str, str]) -> Outcome:
         self._published = None
