@@ -120,7 +120,9 @@ class DevicePlugin:
         self._nic_holders: Mapping[Container, float] = {}  # when each was seen first
         # Where nobody says who got what, a decision's line need not wait for its pod.
         self._join_s = 0.0 if options.pod_resources is None else JOINED_WITHIN_S
-        self._used: Mapping[Listed, tuple[PodName, ...]] = {}  # who holds what, of all resources
+        self._holders: Mapping[Listed, tuple[PodName, ...]] = {}
+        """Who holds what, ours or not: a GPU that a pod holds may be plugged in only later."""
+        self._used: Mapping[Listed, tuple[PodName, ...]] = {}  # what of that is ours
         self._wanted: frozenset[Listed] = frozenset()  # what would be listed if nothing had to wait
         self._leaving: dict[Listed, float] = {}  # taken out of a list, and when (monotonic seconds)
         self._former: Mapping[DeviceId, Owner] = {}  # owners, with those of what is leaving
@@ -256,8 +258,8 @@ class DevicePlugin:
         use = nic_use(usage, nics=nics, gpus=ours, admitted=admitted)
         self.held.listed(ids, asked=asked, nics=use)
         self.decisions.join(usage, asked=asked)
-        ours_or_were = frozenset().union(*(k.ids for k in self._known.values()), ours)
-        self._used = _holders(usage, held_devices(ours_or_were))
+        self._holders = _holders(usage)
+        self._used = self._held_of_ours()
         self._usage_seen = True
         known = self._known.values()
         pulled_out = any(not k.ids & held_devices(ids) for k in known if k.gpu.pci not in here)
@@ -321,12 +323,21 @@ class DevicePlugin:
             withheld=self._withheld,
         )
 
+    def _held_of_ours(self) -> Mapping[Listed, tuple[PodName, ...]]:
+        """Which pods hold what, under whatever name, of the GPUs and slices that are known, or
+        listed, and of their replicas."""
+        ids = {id for known in self._known.values() for id in known.ids}
+        for resource in self.resources.values():
+            ids |= {device.holds for device in resource.tables.devices.values()}
+        return {p: pods for p, pods in self._holders.items() if held_devices([p.id]) & ids}
+
     def _settled_lists(
         self, wanted: Mapping[str, tuple[Device, ...]]
     ) -> Mapping[str, tuple[Device, ...]]:
         """What can be listed now, of what should be; see plugin.moving."""
         listed = {name: resource.tables.devices for name, resource in self.resources.items()}
         self._wanted = pairs(wanted)
+        self._used = self._held_of_ours()
         now = time.monotonic()
         gone = pairs({n: found.values() for n, found in listed.items()})
         gone = gone - self._wanted - self._used.keys()
@@ -693,13 +704,11 @@ class DevicePlugin:
         return {resource: frozenset(these) for resource, these in ids.items()}
 
 
-def _holders(usage: Usage, ours: frozenset[DeviceId]) -> Mapping[Listed, tuple[PodName, ...]]:
-    """Which pods hold what, under whatever name, of these GPUs and slices and their replicas."""
+def _holders(usage: Usage) -> Mapping[Listed, tuple[PodName, ...]]:
     found: dict[Listed, list[PodName]] = {}
     for pod in usage.pods:
         for device in (d for c in pod.containers for d in c.devices):
-            if held_devices([device.id]) & ours:
-                found.setdefault(Listed(device.resource, device.id), []).append(pod.pod)
+            found.setdefault(Listed(device.resource, device.id), []).append(pod.pod)
     return {pair: tuple(dict.fromkeys(pods)) for pair, pods in found.items()}
 
 
