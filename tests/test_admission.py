@@ -109,7 +109,7 @@ class Calls:
         self.allocated.append([*ids])
 
 
-# Devices: what facts/verified.md lists for the real kubelet
+# Devices: what the real kubelet was seen to do
 
 
 def test_a_choice_is_left_to_the_plugin_inside_the_aligned_set() -> None:
