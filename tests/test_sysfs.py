@@ -652,6 +652,31 @@ def test_a_physical_function_counts_its_virtual_ones_and_they_name_it() -> None:
     ]
 
 
+def test_a_function_passed_into_a_virtual_machine_names_no_physical_function() -> None:
+    """Neither does a physical one, though its virtual functions are counted."""
+    found = host(
+        TWO_NODES,
+        nic("pci0000:00/0000:00:06.0"),  # a virtual function, inside the root complex
+        nic(PORT, sriov_totalvfs="8", sriov_numvfs="0"),
+    )
+    assert [(n.virtual_functions, n.physical_function) for n in found.nics] == [(0, None)] * 2
+
+
+def test_of_a_dpus_functions_the_network_controllers_are_nics() -> None:
+    card = "pci0000:37/0000:37:01.0"
+    found = host(
+        TWO_NODES,
+        nic(f"{card}/0000:3b:00.0", kind="0x020700", device="0xa2dc"),
+        nic(f"{card}/0000:3b:00.1", device="0xa2dc"),
+        nic(f"{card}/0000:3b:00.2", kind="0x080100", device="0xc2d5"),  # its management
+        rdma(f"{card}/0000:3b:00.0/infiniband/mlx5_0", port1="4: ACTIVE|400 Gb/sec (4X NDR)"),
+    )
+    assert [(n.pci, n.rdma) for n in found.nics] == [
+        ("0000:3b:00.0", ("mlx5_0",)),
+        ("0000:3b:00.1", ()),
+    ]
+
+
 def test_a_rate_that_is_none_is_reported() -> None:
     found = host(TWO_NODES, nic(PORT), rdma(f"{PORT}/infiniband/mlx5_0", port1="4: ACTIVE|quick"))
     assert only(found.nics).rate_megabits_per_s is None
