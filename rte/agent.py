@@ -84,10 +84,10 @@ class Pace:
     retry_first_s: float = 0.5
     retry_longest_s: float = 30.0
     """After errors: doubled from the first to the longest, each cut by up to half by chance."""
-    doubts_s: tuple[float, ...] = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
-    """Between looks at a reading that cannot be believed; then it is published as it is. Seen: a
-    state file 0.3 s ahead of the list."""
-    doubts_if_short: int = 4
+    doubts_s: tuple[float, ...] = (0.02, 0.03, *[0.05] * 8, 0.1, 0.2, 0.4, 0.4)
+    """Between looks at a reading that cannot be believed; then, after 1.6 s, it is published as it
+    is. Seen: a state file 0.3 s ahead of the list, so up to there the looks are dense."""
+    doubts_if_short: int = 8
     """How many of those looks a reading gets that is as likely true."""
     stale_s: float = 300.0
     """Nothing has been known for so long: the object says so. 0: never."""

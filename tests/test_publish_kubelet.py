@@ -248,6 +248,53 @@ def test_a_kubelet_restart_writes_nothing_and_loses_nothing(
     assert (node.writes(), node.body()) == before
 
 
+@pytest.mark.parametrize(
+    "disturbance",
+    [{"before_s": 30}, {"after_s": 30}, {"error": "UNAVAILABLE"}, {"error": "RESOURCE_EXHAUSTED"}],
+    ids=["it hangs", "it hangs with an old answer", "it refuses", "its limit is reached"],
+)
+def test_a_pod_resources_that_fails_leaves_the_object_as_it_is_and_not_ready(
+    start: Callable[[Pace], Node], disturbance: dict[str, Any]
+) -> None:
+    node = start(replace(BRISK, retry_first_s=0.05, retry_longest_s=0.1))
+    node.agent.kubelet = node.agent.kubelet._replace(timeout_s=0.3)
+    assert node.admit("a", {GPU: 2, "cpu": 4, "memory": "8Gi"})
+    node.until_right()
+    before = node.body()
+    node.kubelet.disturb_pod_resources(**disturbance)
+    assert node.admit("b", {GPU: 4})
+    until(lambda: "kubelet" in node.agent.not_ready())
+    until(lambda: node.agent.counts.failures.total() >= 3)
+    assert node.body() == before
+    node.kubelet.disturb_pod_resources()
+    node.until_right()
+    until(lambda: not node.agent.not_ready())
+
+
+def test_devices_that_all_vanish_for_a_moment_stay_published(
+    start: Callable[[Pace], Node],
+) -> None:
+    """Our plugin is replaced, as in a rolling update."""
+    node = start(BRISK)
+    assert node.admit("a", {GPU: 2})
+    node.until_right()
+    time.sleep(0.2)
+    before = node.body()
+    node.plugin.stop()
+    node.kubelet.wait_devices(GPU, 0)
+    node.agent.wake(Reason.POLL)
+    until(lambda: node.agent.counts.doubted > 0)
+    node.plugin = DevicePlugin(
+        Options(plugin_dir=node.kubelet.plugin_dir, pod_resources=node.kubelet.pod_resources)
+    )
+    node.plugin.start()
+    node.plugin.update(node.machine, {})
+    node.kubelet.wait_devices(GPU, len(node.gpus))
+    node.until_right()
+    time.sleep(0.5)
+    assert node.body() == before
+
+
 def test_a_changed_policy_is_published_when_the_kubelet_has_restarted(
     start: Callable[[Pace], Node],
 ) -> None:

@@ -37,8 +37,9 @@ MACHINE = "hgx-h100-oci"
 NODE = "bench-node"
 OBJECT = f"/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/{NODE}"
 PODS = 50
-CHANGES = 60
+CHANGES = 100
 BURST = 20
+LAGS, LAG_S = 10, 0.3
 
 
 class Memory(NamedTuple):
@@ -57,9 +58,15 @@ class Bench:
         self.port = 0
 
     def hold(self, *gpus: str) -> None:
-        """One more pod with these GPUs beside 50 that hold none, as the kubelet would say it."""
+        """One more pod with these GPUs beside 49 that hold none, as the kubelet would say it."""
+        self.list(*gpus)
+        self.write_checkpoint(*gpus)
+
+    def list(self, *gpus: str) -> None:
         idle: dict[str, tuple[str, ...]] = {f"idle-{n}": () for n in range(PODS - 1)}
         self.pods.pods = {**idle, "worker": gpus}
+
+    def write_checkpoint(self, *gpus: str) -> None:
         entry = {
             "PodUID": "uid-worker",
             "ContainerName": "c",
@@ -193,6 +200,23 @@ def latencies_ms(bench: Bench) -> list[float]:
     return sorted(took)
 
 
+def lags_ms(bench: Bench) -> list[float]:
+    """From the list that shows what the checkpoint said 0.3 s before, to the right object."""
+    gpus = list(bench.pods.gpus)
+    took = []
+    for number in range(LAGS):
+        bench.hold()
+        bench.until_free(len(gpus))
+        time.sleep(0.4)
+        held = gpus[: 1 + number % 4]
+        bench.list()
+        bench.write_checkpoint(*held)
+        time.sleep(LAG_S)
+        bench.list(*held)
+        took.append(1000 * bench.until_free(len(gpus) - len(held)))
+    return sorted(took)
+
+
 def burst(bench: Bench) -> tuple[float, float]:
     """20 changes in a second: writes, and ms from the last change to the right object."""
     gpus = list(bench.pods.gpus)
@@ -218,15 +242,19 @@ def main(arguments: Sequence[str]) -> None:
         written = writes(bench) - before[0]
         size = (bench.metric("rte_written_bytes_total") - before[1]) / written
         many, settled = burst(bench)
+        late = lags_ms(bench)
         row = "{:<44} {:>9}".format
         print(row("state file → readable in the API server", "ms"))
         if bench.metric("rte_files_polled"):
             print("  the kernel gave no inotify instance: the files were polled every second")
         print(row("  median", f"{took[len(took) // 2]:.1f}"))
+        print(row("  p99", f"{took[len(took) * 99 // 100 - 1]:.1f}"))
         print(row("  longest of " + str(len(took)), f"{took[-1]:.1f}"))
         print(row("bytes a write (patch)", f"{size:.0f}"))
         print(row(f"{BURST} changes in a second: writes", f"{many:.0f}"))
         print(row("  last change → right, ms", f"{settled:.0f}"))
+        print(row("list 0.3 s behind: shown → right, median ms", f"{late[len(late) // 2]:.0f}"))
+        print(row("  longest of " + str(len(late)), f"{late[-1]:.0f}"))
         idle(bench, idle_s, row)
 
 
