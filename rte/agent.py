@@ -52,6 +52,7 @@ class Reason(StrEnum):
     PODS = "pods"
     KUBELET_CONFIGURATION = "kubelet-configuration"
     KUBELET_RESTART = "kubelet-restart"
+    CONFIGURATION = "configuration"  # our own
     REREAD = "reread"
     RETRY = "retry"
 
@@ -380,6 +381,14 @@ class Agent:
             self._pacer.woken(now, urgent=reason is Reason.KUBELET_RESTART)
             self._condition.notify()
 
+    def follow(self, pace: Pace) -> None:
+        """Goes on at this pace, and publishes what is now composed."""
+        with self._condition:
+            self._pacer.pace = pace
+        self._stale_s = pace.stale_s
+        self.stale_after_s = max(60.0, 3 * pace.poll_s)
+        self.wake(Reason.CONFIGURATION)
+
     def start(self) -> None:
         """Watches the kubelet's files and runs the loop in a thread."""
         reasons = self.kubelet.watched()
@@ -503,6 +512,8 @@ class Agent:
             self._restarted_at = restarted_at
         if Reason.KUBELET_CONFIGURATION in self._unanswered:
             self._policy_is_due = True
+        if Reason.CONFIGURATION in self._unanswered:
+            self._sink_is_due = True
         observation = self._observe(now)
         if observation is None:
             return

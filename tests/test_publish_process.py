@@ -1,63 +1,58 @@
-"""`rte publish` as a process: into a folder, and only looking."""
+"""`rte publish` as a process: once, dry, and following its own configuration."""
 
 import json
-import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-import urllib3
 
 from tests.daemon_process import DaemonProcess
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path, role="publish") as node:
-        file = tmp_path / "config.yaml"
-        file.write_text(
-            "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n"
-            "topologyManagerPolicy: restricted\n"
-        )
-        node.config["kubelet"]["configFile"] = str(file)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            node.config["http"] = {"address": "127.0.0.1", "port": probe.getsockname()[1]}
-        yield node
-
-
-def metrics(node: DaemonProcess) -> list[str]:
-    try:
-        url = f"http://127.0.0.1:{node.config['http']['port']}/metrics"
-        return urllib3.request("GET", url, retries=False).data.decode().splitlines()
-    except urllib3.exceptions.HTTPError:
-        return []
-
-
-def test_objects_can_be_had_in_a_folder(node: DaemonProcess, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    node.start("--out", str(out))
-    node.until((out / "gpufabric-node-a.json").exists, "both objects")
-    body = json.loads((out / "noderesourcetopology-node-a.json").read_text())
-    assert {"name": "topologyManagerPolicy", "value": "restricted"} in body["attributes"]
-    assert [zone["name"] for zone in body["zones"] if zone["type"] == "Node"] == [
-        "node-0",
-        "node-1",
-    ]
-    assert node.kubelet.registered.empty()
-    assert node.end() == 0
-
-
-def test_a_publisher_that_only_looks_writes_nothing(node: DaemonProcess, tmp_path: Path) -> None:
-    out, features = tmp_path / "out", tmp_path / "features"
-    labels = {"write": "feature-file", "featureFile": str(features)}
-    node.start("--out", str(out), "--publish=false", labels=labels)
-    node.until(
-        lambda: 'rte_devices_allocatable{resource="nvidia.com/gpu"} 8.0' in metrics(node),
-        "metrics of a first look",
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    daemon = DaemonProcess(tmp_path, role="publish")
+    # Before the kubelet starts: a file that is younger than its socket is not what it works by.
+    (tmp_path / "config.yaml").write_text(
+        "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n"
+        "topologyManagerPolicy: restricted\n"
     )
-    time.sleep(0.5)
-    assert not out.exists()
-    assert not features.exists()
-    assert not [line for line in metrics(node) if line.startswith("rte_writes_total{")]
+    with daemon:
+        yield daemon
+
+
+def published(daemon: DaemonProcess) -> dict[str, Any]:
+    path = daemon.folder / "out" / "noderesourcetopology-node-a.json"
+    body: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"zones": []}
+    return body
+
+
+def attribute(daemon: DaemonProcess, name: str) -> str | None:
+    found = {item["name"]: item["value"] for item in published(daemon).get("attributes", ())}
+    return found.get(name)
+
+
+def test_once_and_no_longer(daemon: DaemonProcess) -> None:
+    assert daemon.start("--oneshot", "--out", str(daemon.folder / "out")).wait() == 0
+    assert published(daemon)["zones"]
+    assert attribute(daemon, "topologyManagerPolicy") == "restricted"  # of the usual file
+
+
+def test_its_own_configuration_is_followed_while_it_runs(daemon: DaemonProcess) -> None:
+    daemon.start("--out", str(daemon.folder / "out"))
+    gpus = {"GPU", "NVLinkGroup"}
+    daemon.until(lambda: gpus & {z["type"] for z in published(daemon)["zones"]}, "GPU zones")
+    daemon.write_config(nrt={"detail": "node", "exclude": ["nvidia.com/gpu"]})
+    daemon.until(
+        lambda: {z["type"] for z in published(daemon)["zones"]} == {"Node"}, "no GPU zones"
+    )
+    assert daemon.end() == 0
+
+
+def test_the_effective_configuration_is_printed(daemon: DaemonProcess) -> None:
+    daemon.write_config()
+    said = daemon.command("publish", "--dump-config", "--no-publish", "--hostname", "b")
+    assert said.returncode == 0
+    assert "nodeName: b\n" in said.stdout
+    assert "  publish: false\n" in said.stdout

@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from plugin.devices import devices
 from rte import __version__
 from rte.commands import parts
@@ -56,6 +58,13 @@ class Composer:
         self._said: str | None = None
         self._names: dict[PciAddress, str] = {}
         self._most_lanes: dict[PciAddress, int] = {}
+
+    def follow(self, config: Config) -> None:
+        """Takes what a running publisher can follow: what is said in a NodeResourceTopology."""
+        self._config = msgspec.structs.replace(
+            self._config,
+            nrt=msgspec.structs.replace(config.nrt, fabric=self._config.nrt.fabric),
+        )
 
     def __call__(self, observation: Observation) -> Iterable[Mapping[str, Any]]:
         nrt_options = self._config.nrt

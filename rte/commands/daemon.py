@@ -37,6 +37,7 @@ from rte.status import JSON, TEXT, Page, Probes, StatusError, StatusServer
 
 if TYPE_CHECKING:
     from rte.agent import Agent
+    from rte.commands.compose import Composer
     from rte.publish.publisher import Sink
 
 log = logging.getLogger(__name__)
@@ -182,6 +183,7 @@ class Daemon:
         self.control: ControlServer | None = None
         self.plugin: DevicePlugin | None = None
         self.agent: Agent | None = None
+        self.composer: Composer | None = None
         self._ends: list[Callable[[], None]] = []  # in the order of stopping
         if plugs:
             self.plugin = DevicePlugin(
@@ -273,12 +275,13 @@ class Daemon:
                 watched.close()
 
     def _reread(self) -> None:
-        """Lets the plugin follow the configuration as it is now, as a whole or not at all."""
-        if self.plugin is None or self.again is None:
+        """Lets the parts follow the configuration as it is now, as a whole or not at all."""
+        if self.again is None:
             return
         problem = None
         try:
-            held = self.plugin.reconfigure(parts.plugin_options(self.again()))
+            fresh = self.again()
+            held = self.plugin.reconfigure(parts.plugin_options(fresh)) if self.plugin else {}
         except (ConfigError, CdiError) as error:
             problem = str(error)
         else:
@@ -290,6 +293,9 @@ class Daemon:
         if problem not in (self.refused, self.cordons.problem, None):
             log.error("the changed configuration is not taken over: %s", problem)
         self.refused = problem
+        if problem is None and self.composer is not None and self.agent is not None:
+            self.composer.follow(fresh)
+            self.agent.follow(parts.pace(fresh))
 
     def _told(self) -> Told | None:
         """The next word; None when there is none before cordons are worth a look."""
@@ -399,7 +405,7 @@ class Daemon:
 
     def _agent(self, out: Path | None) -> Agent:
         # Not imported by the plugin alone: its memory is a promise.
-        from rte.agent import Agent, Kubelet, Pace, Sources  # noqa: PLC0415
+        from rte.agent import Agent, Kubelet, Sources  # noqa: PLC0415
         from rte.commands.compose import Composer  # noqa: PLC0415
         from rte.publish.access import ApiError  # noqa: PLC0415
         from rte.publish.pods import PodWatch  # noqa: PLC0415
@@ -451,6 +457,14 @@ class Daemon:
             sources = sources._replace(listed=lambda usage, asked: observe(usage, asked=asked))
         if not config.nrt.publish:
             sink = NoSink()
+        self.composer = Composer(
+            config,
+            self.node,
+            self.graphs.of,
+            advertised=(lambda: parts.advertised(plugin)) if plugin else None,
+            published_fabric=published_fabric,
+            node_uid=node_uid,
+        )
         return Agent(
             kubelet=Kubelet(
                 channel=channel(config.pod_resources_socket),
@@ -461,21 +475,9 @@ class Daemon:
             ),
             hardware=self.hardware,
             sources=sources,
-            compose=Composer(
-                config,
-                self.node,
-                self.graphs.of,
-                advertised=(lambda: parts.advertised(plugin)) if plugin else None,
-                published_fabric=published_fabric,
-                node_uid=node_uid,
-            ),
+            compose=self.composer,
             sink=sink,
-            pace=Pace(
-                poll_s=config.kubelet.poll,
-                reread_s=config.nrt.reread,
-                echo_s=config.nrt.echo,
-                stale_s=config.nrt.stale_after,
-            ),
+            pace=parts.pace(config),
         )
 
     def _announce(self) -> None:

@@ -24,6 +24,7 @@ from rte.kubelet.usage import KubeletError
 from rte.model import DeviceUse, NumaId, PodName, Policy, Usage, base_units, pci_address
 
 if TYPE_CHECKING:
+    from rte.agent import Pace
     from rte.kubelet.configuration import Configuration
     from rte.publish.apply import ApiServer
     from rte.publish.labels import Label
@@ -236,6 +237,18 @@ def node_uid(api: ApiServer, node: str) -> Callable[[], str | None]:
         return str(found["metadata"]["uid"]) if found else None
 
     return read
+
+
+def pace(config: Config) -> Pace:
+    """When the publisher looks, reads back and tells."""
+    from rte.agent import Pace  # noqa: PLC0415 - not the plugin alone
+
+    return Pace(
+        poll_s=config.kubelet.poll,
+        reread_s=config.nrt.reread,
+        echo_s=config.nrt.echo,
+        stale_s=config.nrt.stale_after,
+    )
 
 
 def excluded_resources(config: Config, node: str) -> tuple[str, ...]:
