@@ -22,6 +22,12 @@ import msgspec
 
 from rte.model import pci_address
 
+# A qualified name whose domain is none of Kubernetes' own.
+RESOURCE = re.compile(
+    r"(?!.*kubernetes\.io/)(?!requests\.)[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?"
+    r"/[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+)
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be used. `key` is the dotted key, `source` where it was said."""
@@ -849,6 +855,24 @@ def _check(config: Config, source: str) -> None:
             raise ConfigError(
                 f"devices.withhold[{number}]", source, "needs either id or pci, and not both"
             )
+    groups: dict[str, str] = {}
+    for name, members in config.groups.names.items():
+        for address in map(pci_address, members):
+            if groups.setdefault(address, name) != name:
+                raise ConfigError(
+                    f"groups.names.{name}",
+                    source,
+                    f"{address} is in {groups[address]} too; a GPU belongs to one group",
+                )
+    if not RESOURCE.fullmatch(config.devices.resource):
+        raise ConfigError(
+            "devices.resource",
+            source,
+            f"{config.devices.resource!r} is no name that the kubelet takes; "
+            "expected DOMAIN/NAME, such as nvidia.com/gpu",
+        )
+    if not (config.devices.nccl_topology_dir or "/").startswith("/"):
+        raise ConfigError("devices.ncclTopologyDir", source, "must begin with /")
     if not config.devices.device_list_strategy:
         raise ConfigError("devices.deviceListStrategy", source, "needs at least one strategy")
     _check_fabric(config, source)

@@ -58,6 +58,27 @@ def test_the_environment_wins_over_the_file_and_the_flag_over_both(tmp_path: Pat
             "groups: {names: {ring-0: [x]}}", "groups.names.ring-0", "'x'", id="group of nothing"
         ),
         pytest.param(
+            "groups: {names: {a: ['0000:18:00.0'], b: ['0000:18:00.0']}}",
+            "groups.names.b",
+            "0000:18:00.0 is in a too",
+            id="a GPU in two groups",
+        ),
+        *(
+            pytest.param(f"devices: {{resource: {name}}}", "devices.resource", "DOMAIN/NAME", id=id)
+            for name, id in [
+                ("gpu", "no domain"),
+                ("example.com/g p u", "no resource name"),
+                ("example.com/", "half a resource name"),
+                ("kubernetes.io/gpu", "Kubernetes' own domain"),
+            ]
+        ),
+        pytest.param(
+            "devices: {ncclTopologyDir: run/nccl}",
+            "devices.ncclTopologyDir",
+            "begin with /",
+            id="relative folder",
+        ),
+        pytest.param(
             "devices: {withhold: [{}]}", "devices.withhold[0]", "either id or pci", id="who?"
         ),
         pytest.param(

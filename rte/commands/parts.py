@@ -37,12 +37,13 @@ def node_name(config: Config) -> str:
 
 def fault_rules(config: Config) -> FaultRules:
     """Raises ConfigError for a word that names no Xid."""
+    health, key = config.health, "health.disable"
     try:
-        return parse_fault_rules(
-            config.health.disable, config.health.enable, cool_down_s=config.health.cool_down
-        )
+        parse_fault_rules(health.disable, "")
+        key = "health.enable"
+        return parse_fault_rules(health.disable, health.enable, cool_down_s=health.cool_down)
     except ValueError as error:
-        raise ConfigError("health", "configuration", str(error)) from error
+        raise ConfigError(key, "configuration", str(error)) from error
 
 
 # The device plugin
