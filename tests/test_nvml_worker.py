@@ -41,7 +41,7 @@ PAIR = NvmlReading(
     p2p=((0, 1, 0, 0), (1, 0, 0, 0)),
 )
 PATIENCE_S = 20.0  # for what must come, on a machine that is busy with other tests
-HANG_S = 0.5
+HANG_S = 1.0  # longer than a worker needs to start
 
 Make = Callable[..., NvmlWorker]
 
@@ -133,12 +133,12 @@ def test_the_library_is_absent_and_is_installed_later(
     [
         pytest.param(
             "call nvmlInitWithFlags hang",
-            f"nvmlInit has not come back for {HANG_S} s; the worker was killed",
+            f"nvmlInit has not come back for {HANG_S:g} s; the worker was killed",
             id="the library hangs in init and the worker is replaced",
         ),
         pytest.param(
             "call nvmlDeviceGetNvLinkState@1 hang",
-            f"the reading has not come back for {HANG_S} s; the worker was killed",
+            f"the reading has not come back for {HANG_S:g} s; the worker was killed",
             id="the library hangs in the middle of a reading and the worker is replaced",
         ),
         pytest.param(
