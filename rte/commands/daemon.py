@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
 import queue
 import signal
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+M_ARENA_MAX = -8  # of glibc's malloc.h
 # The defaults differ so that the two roles can run beside each other on the host's network.
 PORT, PLUGIN_PORT = 2112, 2113
 OUTGROWN = 75  # EX_TEMPFAIL: a new container can do what this one cannot
@@ -87,6 +90,7 @@ def run(
     )
     # A publication computes for milliseconds; a kubelet's call must not wait for the default 5 ms.
     sys.setswitchinterval(0.0005)
+    one_arena()
     told: queue.SimpleQueue[Told] = queue.SimpleQueue()
     with signals(told):
         try:
@@ -581,3 +585,10 @@ def refuse_secrets(kubelet_root: Path) -> None:
         raise Refused(
             f"{readable} can be read here: mount an empty folder over {pki}, as deploy/base does"
         )
+
+
+def one_arena() -> None:
+    """Lets all threads share malloc's first arena: a dozen threads that hardly allocate would each
+    keep some of their own, 0.6 MiB together. Where malloc is not glibc's nothing happens."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
