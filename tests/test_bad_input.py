@@ -324,10 +324,29 @@ def test_a_configuration_error_names_its_key_and_stops_the_start(
     assert not node.out.exists()
 
 
-def test_a_kubeconfig_that_is_not_there_is_named_by_its_key(node: Node) -> None:
-    node.config["api"] = {"kubeconfig": "/absent"}
-    node.arguments = ()
-    node.begin()
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        pytest.param(
+            {"api": {"kubeconfig": "/absent"}}, "api.kubeconfig: /absent: ", id="kubeconfig"
+        ),
+        pytest.param(
+            {
+                "devices": {"deviceListStrategy": ["cdi-cri"]},
+                "cdi": {"directories": ["/absent/cdi"]},
+            },
+            "devices.deviceListStrategy: cdi-cri: no CDI specification in /absent/cdi",
+            id="CDI",
+        ),
+        pytest.param({"health": {"disable": "79,mem"}}, "health.disable: '79,mem': ", id="Xids"),
+    ],
+)
+def test_what_the_node_or_a_part_refuses_is_named_by_its_key(
+    node: Node, changed: dict[str, Any], words: str
+) -> None:
+    node.arguments = () if "api" in changed else node.arguments
+    node.begin(**changed)
     assert node.wait() == 1
-    assert "refusing to start: api.kubeconfig: /absent: " in node.log()
+    assert words in node.log().partition("refusing to start: ")[2]
     assert node.kubelet.registered.empty()
+    assert not node.out.exists()

@@ -100,7 +100,10 @@ def run(
             if oneshot and daemon.agent is not None:
                 daemon.agent.on_published = lambda: told.put(Told.STOP)
             daemon.start()
-        except (Refused, ConfigError, CdiError, KubeletError, GroupsError, StatusError) as error:
+        except CdiError as error:
+            log.error("refusing to start: devices.deviceListStrategy: %s", error)
+            return 1
+        except (Refused, ConfigError, KubeletError, GroupsError, StatusError) as error:
             log.error("refusing to start: %s", error)
             return 1
         status = daemon.wait()
