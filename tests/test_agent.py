@@ -846,6 +846,33 @@ def test_a_broken_state_file_is_said_and_hinders_nothing(node: Node) -> None:
     node.until(lambda: node.agent.problems.current() == {})
 
 
+def test_each_re_reading_is_one_request(tmp_path: Path, apiserver: RealApiServer) -> None:
+    """So an idle hour is six, with `nrt.reread` at ten minutes."""
+    apiserver.apply_files(CRD)
+    apiserver.create_node("idle")
+    with FaultyProxy(apiserver) as proxy:
+        api = ApiServer(Access(server=proxy.url, token=apiserver.token))
+        sink = ApiSink(api, node="idle", takeover_after_s=180)
+        node = Node(tmp_path, replace(QUICK, reread_s=0.02), sink)
+
+        def allocatable() -> dict[str, int]:
+            api.read_node("idle")
+            return {}
+
+        sources = node.agent._sources
+        node.agent._sources = sources._replace(node_allocatable=allocatable)
+        with node.pods:
+            node.agent.start()
+            node.until(lambda: node.agent._rereads > 0)
+            before = len(proxy.seen), node.agent._rereads
+            node.until(lambda: node.agent._rereads >= before[1] + 30)
+            node.agent.stop()
+            assert len(proxy.seen) - before[0] <= node.agent._rereads - before[1] + 1
+            assert {method for method, _, _ in proxy.seen[before[0] :]} == {"GET"}
+        node.channel.close()
+        api.close()
+
+
 def test_reasons_from_many_threads_are_not_lost(node: Node) -> None:
     node.agent.start()
     node.until(lambda: node.published() == "")

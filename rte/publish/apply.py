@@ -32,6 +32,8 @@ JSON_PATCH = "application/json-patch+json"
 MOST_BYTES = 8 << 20  # etcd refuses objects above 1.5 MiB; a page of 100 pods stays below this
 EVENT_BYTES = 4 << 20  # one line of a watch
 PODS_A_PAGE = 100
+SILENT_S = 600.0
+"""A watch that says nothing for so long, no bookmark either, has lost its connection."""
 
 Body = Mapping[str, Any]
 """An object as plain JSON values."""
@@ -188,7 +190,8 @@ class ApiServer:
         answer = self._send("GET", "/api/v1/pods", query, None, None)
         self._streams.add(answer)
         if (sock := getattr(answer.connection, "sock", None)) is not None:
-            sock.settimeout(for_s + self.timeout_s)  # between two events, not for one answer
+            # Between two events; there is a bookmark every minute.
+            sock.settimeout(min(for_s, SILENT_S) + self.timeout_s)
         try:
             if answer.status != 200:
                 self._refuse(asked, answer, self._content(answer, asked, self.timeout_s))

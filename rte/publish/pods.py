@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-WATCH_S = 300.0  # then the server ends the watch and it is asked for anew
+WATCH_S = 3600.0  # then the server ends the watch and it is asked for anew
 FORGET_S = 60.0  # facts that could not be followed for so long are none
 RETRY_FIRST_S = 1.0
 RETRY_LONGEST_S = 60.0
