@@ -37,8 +37,8 @@ class Configuration:
         which takes the host's process namespace. `configz` asks the kubelet and may raise
         Unanswered; then `default` is read where it exists."""
         self.changed: float | None = None
-        """When the files last read were changed, seconds since the epoch; None: the running kubelet
-        itself has answered."""
+        """When the content of the files last read was changed, seconds since the epoch; None: the
+        running kubelet itself has answered."""
         self._file = file
         self._drop_ins = drop_ins
         self._default = default
@@ -82,6 +82,6 @@ class Configuration:
     ) -> Policy:
         policy = read_policy(file, drop_ins=drop_ins, flags=flags)
         paths = [*([file] if file else []), *(drop_in_files(drop_ins) if drop_ins else [])]
-        times = [path.stat().st_ctime for path in paths if path.exists()]
+        times = [path.stat().st_mtime for path in paths if path.exists()]
         self.changed = max(times, default=None)
         return policy
