@@ -22,6 +22,9 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
         yield daemon
 
 
+RTE = ("--patch-mode=false", "--notify-file=/x", "--max-events-per-second=5")  # its manifest's
+
+
 def published(daemon: DaemonProcess) -> dict[str, Any]:
     path = daemon.folder / "out" / "noderesourcetopology-node-a.json"
     body: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"zones": []}
@@ -52,7 +55,7 @@ def test_its_own_configuration_is_followed_while_it_runs(daemon: DaemonProcess) 
 
 def test_the_effective_configuration_is_printed(daemon: DaemonProcess) -> None:
     daemon.write_config()
-    said = daemon.command("publish", "--dump-config", "--no-publish", "--hostname", "b")
+    said = daemon.command("publish", "--dump-config", "--no-publish", "--hostname", "b", *RTE)
     assert said.returncode == 0
     assert "nodeName: b\n" in said.stdout
     assert "  publish: false\n" in said.stdout

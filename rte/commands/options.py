@@ -17,6 +17,18 @@ PASSED_OVER = (
     "--cdi-feature-flags",
     "--cdi-disable-hooks",
 )
+# Those of resource-topology-exporter; docs/publisher.md says why.
+RTE_PASSED_OVER = (
+    "--patch-mode",
+    "--patch-resync",
+    "--notify-file",
+    "--max-events-per-second",
+    "--podreadiness",
+    "--expose-timing",
+    "--refresh-node-resources",
+    "--exclude-terminal-pods",
+    "--reference-container",
+)
 
 
 def add_options(parser: argparse.ArgumentParser, *, only: tuple[str, ...] = ("",)) -> None:
@@ -34,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser, *, only: tuple[str, ...] = ("",
         help="a second configuration file, which wins, such as that of NVIDIA's device plugin; "
         "also CONFIG_FILE",
     )
-    for flag in PASSED_OVER:
+    for flag in (*PASSED_OVER, *RTE_PASSED_OVER):
         parser.add_argument(flag, nargs="?", dest="passed_over", help=argparse.SUPPRESS)
     if "nrt.".startswith(only):
         parser.add_argument(
