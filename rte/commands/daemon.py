@@ -7,6 +7,7 @@ import ctypes
 import logging
 import queue
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,8 +114,9 @@ def run(
 
 @contextmanager
 def signals(told: queue.SimpleQueue[Told]) -> Iterator[None]:
-    """Signals become words. A SimpleQueue, unlike an Event, may be put to by a signal's handler
-    that interrupts the very thread that waits for it."""
+    """Signals become words. A handler in Python would run only when the main thread wakes, and one
+    that comes in the moment before it waits does not wake it: the kernel's signal writes to a
+    socket, and a thread reads from there."""
     meant = {
         signal.SIGTERM: Told.STOP,
         signal.SIGINT: Told.STOP,
@@ -122,14 +124,30 @@ def signals(told: queue.SimpleQueue[Told]) -> Iterator[None]:
         signal.SIGUSR2: Told.END,
         signal.SIGHUP: Told.CONFIGURATION,
     }
+
+    def follow() -> None:
+        while numbers := ours.recv(64):
+            for number in numbers:
+                if number in meant:
+                    told.put(meant[signal.Signals(number)])
+
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    thread = threading.Thread(target=follow, name="signals", daemon=True)
+    thread.start()
+    former = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
     before = {number: signal.getsignal(number) for number in meant}
-    for number, word in meant.items():
-        signal.signal(number, lambda *_, word=word: told.put(word))
+    for number in meant:
+        signal.signal(number, lambda *_: None)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(former)
+        theirs.close()
+        thread.join()
+        ours.close()
 
 
 class Graphs:
