@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from rte.commands.daemon import run
-from rte.commands.options import add_options, configuration, files
-from rte.config import dump
+from rte.commands.publishing import add_publisher, run_publisher
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser)
-    parser.add_argument(
-        "--dump-config",
-        action="store_true",
-        help="print the effective configuration, and end",
-    )
-    parser.add_argument(
-        "--out", metavar="DIR", help="write the objects into a folder, not to the API server"
-    )
+    add_publisher(parser)
     parser.add_argument(
         "--oneshot", action="store_true", help="publish once, and end; the exit status says whether"
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    if args.dump_config:
-        print(dump(configuration(args)), end="")
-        return 0
-    return run(
-        configuration(args),
-        publishes=True,
-        plugs=False,
-        files=files(args),
-        again=lambda: configuration(args),
-        out=Path(args.out) if args.out else None,
-        oneshot=args.oneshot,
-    )
+    return run_publisher(args, plugs=False, oneshot=args.oneshot)
