@@ -82,8 +82,9 @@ class State(msgspec.Struct, frozen=True):
     capacity: dict[str, str]
     allocatable: dict[str, str]
     pods: tuple[PodState, ...]
-    # CPUs that no container has to itself.
+    # CPUs that no container has to itself, and those that a container can get to itself.
     shared_cpus: tuple[int, ...]
+    allocatable_cpus: tuple[int, ...]
 
 
 def numa_nodes(

@@ -120,5 +120,6 @@ func (n *Node) state() any {
 	}
 	all, allocatable := n.resources()
 	return map[string]any{"capacity": all, "allocatable": allocatable, "pods": pods,
-		"shared_cpus": n.cpus.State().GetDefaultCPUSet().List()}
+		"shared_cpus":      n.cpus.State().GetDefaultCPUSet().List(),
+		"allocatable_cpus": n.cpus.GetAllocatableCPUs().List()}
 }
