@@ -92,6 +92,20 @@ def test_a_group_keeps_its_name_when_one_before_it_falls_apart() -> None:
     assert {zone["name"] for zone in zones if zone["type"] == "NVLinkGroup"} == names - {"group-0"}
 
 
+def test_groups_are_named_elsewhere_as_the_objects_name_them() -> None:
+    before = bodies(composer())["GPUFabric"]
+    broken = replace(
+        MACHINE,
+        gpus=tuple(replace(gpu, links=()) if gpu.number in (0, 2) else gpu for gpu in MACHINE.gpus),
+    )
+    made = composer(published_fabric=lambda: before)
+    assert [group.name for group in made.groups(build(broken))] == ["group-0", "group-1", "group-2"]
+    after = bodies(made, broken)["GPUFabric"]
+    assert [group.name for group in made.groups(build(broken))] == [
+        group["name"] for group in after["status"]["groups"]
+    ]
+
+
 def test_a_gpu_with_fewer_lanes_than_before_is_degraded_for_this_boot() -> None:
     made = composer()
     bodies(made)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rte.graph.build import Graph, build
-from rte.graph.groups import Group, GroupsError, Shape, groups
-from rte.model import Fabric, FabricState, Machine, PciAddress
+from rte.graph.groups import Group, GroupsError, Remembered, Shape, groups
+from rte.model import Fabric, FabricState, Machine
 from tests.graphs import meshed
 
 
@@ -128,30 +128,30 @@ def test_contradictions_are_refused_by_name(names: dict[str, list[str]], words: 
         groups(build(meshed(2)), names=names)
 
 
-def known_of(graph: Graph) -> dict[PciAddress, str]:
-    return {pci: group.name for group in groups(graph) for pci in group.gpus}
+def remembered(graph: Graph) -> Remembered:
+    return Remembered().after(graph, groups(graph), configured=())
 
 
 def test_a_name_stays_with_its_gpus_while_the_node_is_up() -> None:
     machine = meshed(6, {(0, 1): 2, (2, 3): 2, (4, 5): 2})
-    known = known_of(build(machine))
+    before = remembered(build(machine))
     broken = build(
         replace(machine, gpus=(replace(machine.gpus[0], lost="gone", uuid=None), *machine.gpus[1:]))
     )
     assert named(broken) == {"group-0": (2, 3), "group-1": (4, 5)}
-    assert named(broken, known=known) == {"group-1": (2, 3), "group-2": (4, 5)}
+    assert named(broken, before=before) == {"group-1": (2, 3), "group-2": (4, 5)}
 
 
 def test_a_group_that_parts_gives_its_name_to_the_first_part() -> None:
     lanes = {**chain(0, 1, 2, 3)}
-    known = known_of(build(meshed(4, lanes)))
+    before = remembered(build(meshed(4, lanes)))
     del lanes[1, 2]
-    assert named(build(meshed(4, lanes)), known=known) == {"group-0": (0, 1), "group-1": (2, 3)}
+    assert named(build(meshed(4, lanes)), before=before) == {"group-0": (0, 1), "group-1": (2, 3)}
 
 
 def test_a_given_name_is_not_given_to_new_groups() -> None:
-    known = known_of(build(meshed(4, {(0, 1): 2})))
-    assert named(build(meshed(4, {(2, 3): 2})), known=known) == {"group-1": (2, 3)}
+    before = remembered(build(meshed(4, {(0, 1): 2})))
+    assert named(build(meshed(4, {(2, 3): 2})), before=before) == {"group-1": (2, 3)}
     names = {"group-0": addresses(meshed(4), 0, 1)}
     assert named(build(meshed(4, {(2, 3): 2})), names=names) == {
         "group-0": (0, 1),
@@ -197,10 +197,8 @@ def test_fewer_lanes_than_most_of_the_product_or_than_before_are_degraded() -> N
     fewer = tuple(replace(end, lanes=1) for end in weak.links)
     gpus = tuple(replace(g, links=fewer) if g is weak else g for g in machine.gpus)
     assert [g.degraded for g in groups(build(replace(machine, gpus=gpus)))] == [(weak.pci,)]
-    before = {machine.gpus[4].pci: 6}
-    assert [g.degraded for g in groups(build(machine), most_lanes=before)] == [
-        (machine.gpus[4].pci,)
-    ]
+    before = Remembered(most_lanes={machine.gpus[4].pci: 6})
+    assert [g.degraded for g in groups(build(machine), before=before)] == [(machine.gpus[4].pci,)]
 
 
 def test_bridges_that_only_half_of_the_gpus_have_are_no_fault_of_the_others() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,7 +15,7 @@ from rte import __version__
 from rte.commands import parts
 from rte.config import Config
 from rte.graph.build import Graph
-from rte.graph.groups import Group, groups
+from rte.graph.groups import Group, Remembered, groups
 from rte.kubelet.usage import claimed
 from rte.model import DeviceUse, Machine, Observation, PciAddress
 from rte.publish.accounting import Unbound
@@ -27,9 +27,18 @@ from rte.publish.publisher import replace_file
 
 log = logging.getLogger(__name__)
 
+Body = Mapping[str, Any]
+
+
+class Before(NamedTuple):
+    """What the next bodies continue."""
+
+    fabric: Body | None  # the GPUFabric object as it last was; its history goes on
+    groups: Remembered
+
 
 class Composer:
-    """Bodies of one node's objects. What it remembers is of this boot: names and most lanes."""
+    """Bodies of one node's objects. Between two calls it remembers `before`, and nothing else."""
 
     def __init__(
         self,
@@ -38,40 +47,74 @@ class Composer:
         graph_of: Callable[[Machine], Graph],
         *,
         advertised: Callable[[], tuple[DeviceUse, ...]] | None = None,
-        published_fabric: Callable[[], Mapping[str, Any] | None] | None = None,
+        published_fabric: Callable[[], Body | None] | None = None,
         node_uid: Callable[[], str | None] = lambda: None,
     ) -> None:
         """`advertised` are the devices that the plugin of this process lists; without one they
         follow from the machine as a plugin with this configuration would list them.
-        `published_fabric` reads the GPUFabric object that a former process left, whose history is
-        continued, `node_uid` the Node's UID; both may raise ApiError.
+        `published_fabric` reads the GPUFabric object that a former process left, `node_uid` the
+        Node's UID; both may raise ApiError. Raises ConfigError for a label that there is not.
         """
-        self._config = config
+        self.config = config  # in force
+        self.before: Before | None = None  # until something has been composed
         self._node = node
         self._graph_of = graph_of
         self._advertised = advertised
         self._published_fabric = published_fabric
-        self._fabric: Mapping[str, Any] | None = None
         self._node_uid = node_uid
         self._label_keys = parts.label_keys(config)
-        self._features: str | None = None  # as written
-        self._said: str | None = None
-        self._names: dict[PciAddress, str] = {}
-        self._most_lanes: dict[PciAddress, int] = {}
+        self._features = FeatureFile(Path(config.labels.feature_file))
 
     def follow(self, config: Config) -> None:
         """Takes what a running publisher can follow: what is said in a NodeResourceTopology."""
-        self._config = msgspec.structs.replace(
-            self._config,
-            nrt=msgspec.structs.replace(config.nrt, fabric=self._config.nrt.fabric),
+        self.config = msgspec.structs.replace(
+            self.config,
+            nrt=msgspec.structs.replace(config.nrt, fabric=self.config.nrt.fabric),
         )
 
-    def __call__(self, observation: Observation) -> Iterable[Mapping[str, Any]]:
-        nrt_options = self._config.nrt
+    def __call__(self, observation: Observation) -> Iterable[Body]:
+        config = self.config
+        before = self._former() if self.before is None else self.before
         graph = self._graph_of(observation.machine)
-        previous = self._previous_fabric() if nrt_options.fabric else None
-        found = self.groups(graph)
-        yield nrt(
+        found = self._groups(graph, before)
+        self.before = Before(
+            self._fabric(observation, graph, found, before) if config.nrt.fabric else None,
+            before.groups.after(graph, found, configured=config.groups.names),
+        )
+        yield self._topology(observation, graph, found)
+        if self.before.fabric is not None:
+            yield self.before.fabric
+        if config.labels.write != "none" and config.nrt.publish:
+            uid = self._node_uid() if Label.TOPOLOGY in self._label_keys else None
+            said = labels(observation.machine, found, node_uid=uid, keys=self._label_keys)
+            if config.labels.write == "node":
+                yield node_labels(self._node, said)
+            else:
+                self._features.write(feature_file(said))
+
+    def groups(self, graph: Graph) -> tuple[Group, ...]:
+        """The NVLink groups as the published objects name them."""
+        return self._groups(graph, self.before or Before(None, Remembered()))
+
+    def _groups(self, graph: Graph, before: Before) -> tuple[Group, ...]:
+        chosen = self.config.groups
+        return groups(graph, by=chosen.by, names=chosen.names, before=before.groups)
+
+    def _former(self) -> Before:
+        """What a former process published: its history, and what it called the groups."""
+        if not self.config.nrt.fabric or self._published_fabric is None:
+            return Before(None, Remembered())
+        published = self._published_fabric()
+        gpus = ((published or {}).get("status") or {}).get("gpus") or ()
+        names = {PciAddress(gpu["pci"]): gpu["group"] for gpu in gpus if gpu.get("group")}
+        ours = {pci: name for pci, name in names.items() if name not in self.config.groups.names}
+        return Before(published, Remembered(names=ours))
+
+    def _topology(
+        self, observation: Observation, graph: Graph, found: Sequence[Group]
+    ) -> dict[str, Any]:
+        chosen = self.config.nrt
+        return nrt(
             observation,
             graph,
             node_name=self._node,
@@ -80,80 +123,56 @@ class Composer:
             groups=found,
             ours=self._ours(observation),
             claimed=claimed(observation.usage, observation.machine),
-            detail=Detail(nrt_options.detail),
-            unbound=Unbound(nrt_options.unbound),
-            method=FingerprintMethod(nrt_options.fingerprint.method),
-            informer_mode=InformerMode(nrt_options.fingerprint.informer_mode),
-            exclude=parts.excluded_resources(self._config, self._node),
-            ignored=parts.excluded_pods(self._config, observation.usage),
+            detail=Detail(chosen.detail),
+            unbound=Unbound(chosen.unbound),
+            method=FingerprintMethod(chosen.fingerprint.method),
+            informer_mode=InformerMode(chosen.fingerprint.informer_mode),
+            exclude=parts.excluded_resources(self.config, self._node),
+            ignored=parts.excluded_pods(self.config, observation.usage),
         )
-        if nrt_options.fabric:
-            self._fabric = fabric(
-                observation.machine,
-                graph,
-                found,
-                observation.faults,
-                node_name=self._node,
-                node_uid=None,
-                now=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-                previous=previous,
-            )
-            yield self._fabric
-        if self._config.labels.write != "none" and nrt_options.publish:
-            uid = self._node_uid() if Label.TOPOLOGY in self._label_keys else None
-            said = labels(observation.machine, found, node_uid=uid, keys=self._label_keys)
-            if self._config.labels.write == "node":
-                yield node_labels(self._node, said)
-            else:
-                self._write_features(feature_file(said))
-
-    def _write_features(self, text: str) -> None:
-        """Replaces the feature file where it differs. One that cannot be written is no reason to
-        publish nothing: it is said once and tried again."""
-        if text == self._features:
-            return
-        path = Path(self._config.labels.feature_file)
-        try:
-            replace_file(path, text.encode())
-        except OSError as error:
-            words = f"labels.featureFile {path} cannot be written: {error.strerror}"
-            if words != self._said:
-                log.warning("%s", words)
-            self._said = words
-        else:
-            self._features, self._said = text, None
-
-    def _previous_fabric(self) -> Mapping[str, Any] | None:
-        """The object as it last was. A former process's says what it called the groups, too."""
-        if self._fabric is None and self._published_fabric is not None:
-            self._fabric = self._published_fabric()
-            self._published_fabric = None
-            for gpu in (self._fabric or {}).get("status", {}).get("gpus") or ():
-                if gpu.get("group") and gpu["group"] not in self._config.groups.names:
-                    self._names.setdefault(PciAddress(gpu["pci"]), gpu["group"])
-        return self._fabric
-
-    def groups(self, graph: Graph) -> tuple[Group, ...]:
-        """The machine's NVLink groups; a name given since start stays with its GPUs."""
-        for gpu in graph.gpus:
-            lanes = sum(end.lanes for end in gpu.links)
-            self._most_lanes[gpu.pci] = max(lanes, self._most_lanes.get(gpu.pci, 0))
-        found = groups(
-            graph,
-            by=self._config.groups.by,
-            names=self._config.groups.names,
-            known=self._names,
-            most_lanes=self._most_lanes,
-        )
-        for group in found:
-            if group.name not in self._config.groups.names:
-                self._names.update(dict.fromkeys(group.gpus, group.name))
-        return found
 
     def _ours(self, observation: Observation) -> tuple[DeviceUse, ...]:
         if self._advertised is not None:
             return self._advertised()
         listed = devices(
-            observation.machine, observation.faults, options=parts.advertising(self._config)
+            observation.machine, observation.faults, options=parts.advertising(self.config)
         )
         return parts.uses(listed.resources.items())
+
+    def _fabric(
+        self, observation: Observation, graph: Graph, found: Sequence[Group], before: Before
+    ) -> dict[str, Any]:
+        return fabric(
+            observation.machine,
+            graph,
+            found,
+            observation.faults,
+            node_name=self._node,
+            node_uid=None,
+            now=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            previous=before.fabric,
+        )
+
+
+class FeatureFile:
+    """The labels as a file for node-feature-discovery."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._written: str | None = None
+        self._problem: str | None = None  # as logged
+
+    def write(self, text: str) -> None:
+        """Replaces the file where it differs from what was written last. One that cannot be
+        written is no reason to publish nothing: that is logged once, and tried again."""
+        if text == self._written:
+            return
+        try:
+            replace_file(self.path, text.encode())
+        except OSError as error:
+            problem = f"labels.featureFile {self.path} cannot be written: {error.strerror}"
+            if problem != self._problem:
+                log.warning("%s", problem)
+            self._problem = problem
+        else:
+            self._written, self._problem = text, None

@@ -24,24 +24,22 @@ from plugin.cdi import CdiError
 from plugin.life import DevicePlugin
 from plugin.service import TOOK_BUCKETS_S
 from rte import __version__
-from rte.commands import node, parts
+from rte.commands import parts
 from rte.commands.cordons import Cordons
+from rte.commands.pages import pages
+from rte.commands.parts import Refused
 from rte.config import Config, ConfigError
 from rte.control import Answer, Asked, ControlError, ControlServer
-from rte.discovery.hardware import Hardware
-from rte.discovery.injection import Injection
-from rte.discovery.nvml_worker import NvmlWorker
 from rte.graph.build import Graph, build
-from rte.graph.groups import GroupsError, groups
-from rte.kubelet.usage import KubeletError, channel
+from rte.graph.groups import Group, GroupsError, groups
+from rte.kubelet.usage import KubeletError
 from rte.kubelet.watch import watch
+from rte.metrics import Measured
 from rte.model import Machine
-from rte.status import JSON, TEXT, Page, Probes, StatusError, StatusServer
+from rte.status import Probes, StatusError, StatusServer
 
 if TYPE_CHECKING:
-    from rte.agent import Agent
-    from rte.commands.compose import Composer
-    from rte.publish.publisher import Sink
+    from rte.commands.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +59,6 @@ class Told(Enum):
     END = "end"  # of a release
     CONFIGURATION = "configuration"
     OUTGROWN = "outgrown"
-
-
-class Refused(Exception):
-    """The daemon must not start like this; the message says what to do."""
 
 
 def run(
@@ -95,11 +89,11 @@ def run(
     told: queue.SimpleQueue[Told] = queue.SimpleQueue()
     with signals(told):
         try:
-            daemon = Daemon(
-                config, told, publishes=publishes, plugs=plugs, files=files, again=again, out=out
-            )
-            if oneshot and daemon.agent is not None:
-                daemon.agent.on_published = lambda: told.put(Told.STOP)
+            daemon = Daemon(config, told, files=files, again=again)
+            if plugs:
+                daemon.plug(publishes=publishes)
+            if publishes:
+                daemon.publish(out, on_published=lambda: told.put(Told.STOP) if oneshot else None)
             daemon.start()
         except CdiError as error:
             log.error("refusing to start: devices.deviceListStrategy: %s", error)
@@ -166,61 +160,56 @@ class Graphs:
 
 
 class Daemon:
-    """The parts of one process. `start` and `stop` are called once each."""
+    """The parts of one process: what it needs for any role, and what `plug` and `publish` add.
+
+    These come before `start`; `start` and `stop` are called once each.
+    """
 
     def __init__(
         self,
         config: Config,
         told: queue.SimpleQueue[Told],
         *,
-        publishes: bool,
-        plugs: bool,
         files: Sequence[Path],
         again: Callable[[], Config] | None,
-        out: Path | None,
     ) -> None:
         refuse_secrets(Path(config.kubelet.root_dir))
         self.config = config
         self.told = told
         self.files = files
-        self.cordons = Cordons(config, files[0] if files else None)
         self.again = again
         self.refused: str | None = None  # why a changed configuration is not in force
-        self.node = parts.node_name(config)
         self.outgrown: str | None = None  # why only a new container can go on
+        self.node = parts.node_name(config)
+        self.cordons = Cordons(config, files[0] if files else None)
         self.graphs = Graphs(config)
-        self.worker = NvmlWorker(
-            on_event=lambda _: None,  # Hardware takes it over
-            library_folders=lambda: node.nvml_folders(config),
-            answer_s=config.nvml.timeout,
-        )
-        self.hardware = Hardware(
-            sys=Path(config.host.sysfs),
-            proc=Path(config.host.procfs),
-            worker=self.worker,
-            overrides=node.overrides(config),
-            rules=parts.fault_rules(config),
-            interval_s=config.host.interval,
-            state=parts.state_dir(config),
-            injection=Injection() if config.driver == "injected" else None,
-            on_outgrown=self._outgrown,
-        )
-        self.control: ControlServer | None = None
+        self.hardware = parts.hardware(config, on_outgrown=self._outgrown)
         self.plugin: DevicePlugin | None = None
-        self.agent: Agent | None = None
-        self.composer: Composer | None = None
+        self.publisher: Publisher | None = None
         self._ends: list[Callable[[], None]] = []  # in the order of stopping
-        if plugs:
-            self.plugin = DevicePlugin(
-                replace(parts.plugin_options(config), is_told=publishes),
-                on_allocate=lambda: self._wake("allocate"),
-            )
-        if publishes:
-            self.agent = self._agent(out)
-        self.status = StatusServer(
-            Probes(not_ready=self.not_ready, stuck=self.stuck),
-            self._pages(),
-            open_pages=config.http.open_pages,
+
+    def plug(self, *, publishes: bool) -> None:
+        """Adds the device plugin; where the process `publishes` too, the publisher tells it what
+        is in use. Raises ConfigError and CdiError."""
+        self.plugin = DevicePlugin(
+            replace(parts.plugin_options(self.config), is_told=publishes),
+            on_allocate=self._allocated,
+        )
+
+    def publish(self, out: Path | None, *, on_published: Callable[[], None]) -> None:
+        """Adds the publisher, to a folder or the API server. Raises Refused and ConfigError."""
+        # Not imported by the plugin alone: its memory is a promise.
+        from rte.commands.publisher import Publisher  # noqa: PLC0415
+
+        self.publisher = Publisher(
+            self.config,
+            self.node,
+            hardware=self.hardware,
+            graph_of=self.graphs.of,
+            plugin=self.plugin,
+            withheld=lambda: self.cordons.now,
+            out=out,
+            on_published=on_published,
         )
 
     # Life
@@ -234,12 +223,7 @@ class Daemon:
             raise
 
     def _start(self) -> None:
-        config = self.config
-        default = PORT if self.agent is not None else PLUGIN_PORT
-        port = default if config.http.port is None else config.http.port
-        if port:
-            self.status.start(config.http.address, port)
-            self._ends.append(self.status.stop)
+        self._serve_pages()
         self._open_control()
         self.cordons.look()
         if self.plugin is not None:
@@ -252,23 +236,20 @@ class Daemon:
             plugin.withhold(self.cordons.now)
             plugin.start()
             self._ends.insert(0, plugin.stop)
-        if self.agent is not None:
-            agent = self.agent
-            self.hardware.subscribe(lambda _: self._wake("hardware"))
-            agent.start()
-            self._ends.insert(0, agent.stop)
+        if self.publisher is not None:
+            self._ends.insert(0, self.publisher.stop)
+            self.publisher.start()
         self.hardware.start()
         self._ends.append(self.hardware.stop)
-        log.info(
-            "rte %s on %s: %s",
-            __version__,
-            self.node,
-            " and ".join(
-                name
-                for name, part in [("publisher", self.agent), ("device plugin", self.plugin)]
-                if part is not None
-            ),
-        )
+        words = {"publish": "publisher", "plugin": "device plugin"}
+        roles = " and ".join(words[role] for role in self.roles)
+        log.info("rte %s on %s: %s", __version__, self.node, roles)
+
+    @property
+    def roles(self) -> list[str]:
+        """The commands that this process stands for."""
+        found = (("publish", self.publisher), ("plugin", self.plugin))
+        return [name for name, part in found if part is not None]
 
     def wait(self) -> int:
         """Does what it is told until the end; the exit status."""
@@ -318,9 +299,8 @@ class Daemon:
         if problem not in (self.refused, self.cordons.problem, None):
             log.error("the changed configuration is not taken over: %s", problem)
         self.refused = problem
-        if problem is None and self.composer is not None and self.agent is not None:
-            self.composer.follow(fresh)
-            self.agent.follow(parts.pace(fresh))
+        if problem is None and self.publisher is not None:
+            self.publisher.follow(fresh)
 
     def _told(self) -> Told | None:
         """The next word; None when there is none before cordons are worth a look."""
@@ -329,7 +309,8 @@ class Daemon:
         if self.cordons.now != before:
             if self.plugin is not None:
                 self.plugin.withhold(self.cordons.now)
-            self._wake("hardware")
+            if self.publisher is not None:
+                self.publisher.cordoned()
         wait_s = None if ends_s is None else max(0.0, min(ends_s, CORDON_LOOK_S))
         try:
             return self.told.get(timeout=wait_s)
@@ -359,7 +340,6 @@ class Daemon:
         except ControlError as error:
             log.warning("rte release and rte doctor cannot ask this process: %s", error)
             return
-        self.control = control
         self._ends.append(control.stop)
 
     def answer(self, asked: Asked) -> Answer:
@@ -372,8 +352,8 @@ class Daemon:
 
     def release(self, hold_s: float) -> Answer:
         """Closes every NVML session within 2 s, for a MIG reset or the driver's unloading."""
-        self.worker.release(hold_s=hold_s)
-        child = self.worker.child
+        self.hardware.worker.release(hold_s=hold_s)
+        child = self.hardware.worker.child
         if child is not None and child.alive():
             return Answer(
                 ok=False,
@@ -394,7 +374,7 @@ class Daemon:
             return Answer(ok=False, says=f"no GPU here is called {', '.join(unknown)}")
         for name in was_reset:
             self.hardware.was_reset(known[name])
-        self.worker.resume()
+        self.hardware.worker.resume()
         self.hardware.wake()
         return Answer(ok=True, says="NVML is opened again")
 
@@ -403,11 +383,9 @@ class Daemon:
         seen = self.hardware.latest
         return {
             "version": __version__,
-            "roles": [
-                name for name, part in (("publish", self.agent), ("plugin", self.plugin)) if part
-            ],
-            "released": self.worker.released,
-            "nvmlAgeSeconds": self.worker.age_s,
+            "roles": self.roles,
+            "released": self.hardware.worker.released,
+            "nvmlAgeSeconds": self.hardware.worker.age_s,
             "problems": list(self.hardware.problems),
             "notReady": dict(self.not_ready()),
             "withheld": dict(self.cordons.now),
@@ -420,104 +398,49 @@ class Daemon:
             },
         }
 
-    # What the parts ask of each other
-
-    def _wake(self, reason: str) -> None:
-        if self.agent is not None:
-            from rte.agent import Reason  # noqa: PLC0415 - loaded already where there is an agent
-
-            self.agent.wake(Reason(reason))
-
-    def _agent(self, out: Path | None) -> Agent:
-        # Not imported by the plugin alone: its memory is a promise.
-        from rte.agent import Agent, Kubelet, Sources  # noqa: PLC0415
-        from rte.commands.compose import Composer  # noqa: PLC0415
-        from rte.publish.access import ApiError  # noqa: PLC0415
-        from rte.publish.pods import PodWatch  # noqa: PLC0415
-        from rte.publish.publisher import ApiSink, FolderSink, NoSink  # noqa: PLC0415
-
-        config, plugin = self.config, self.plugin
-        sink: Sink
-        published_fabric = None
-        node_uid: Callable[[], str | None] = lambda: None  # noqa: E731 - the absence of an API
-        if out is None:
-            try:
-                api = parts.api_server(config)
-            except ApiError as error:
-                key = "api.kubeconfig: " if config.api.kubeconfig else ""
-                raise Refused(f"{key}{error}") from error
-            published_fabric = parts.published_fabric(api, self.node)
-            node_uid = parts.node_uid(api, self.node)
-            sink = ApiSink(
-                api,
-                node=self.node,
-                takeover_after_s=config.nrt.takeover_after,
-                owner=config.nrt.owner,
-            )
-            kubelet = parts.kubelet_configuration(config, api, self.node)
-            sources = Sources(
-                policy=parts.kubelet_policy(config, kubelet),
-                policy_changed=lambda: kubelet.changed,
-                published_policy=sink.published_policy,
-                node_allocatable=parts.node_allocatable(api, self.node),
-            )
-            if config.health.events:
-                self._announce()
-            if config.nrt.fingerprint.watch_pods:
-                # A client of its own: its watch must not wait for other requests, nor they for it.
-                pods = PodWatch(parts.api_server(config), self.node, lambda: self._wake("pods"))
-                sources = sources._replace(pods=pods.read)
-                pods.start()
-                self._ends.append(pods.stop)
-        else:
-            sink = FolderSink(out)
-            kubelet = parts.kubelet_configuration(config, None, self.node)
-            sources = Sources(
-                policy=parts.kubelet_policy(config, kubelet),
-                policy_changed=lambda: kubelet.changed,
-            )
-        sources = sources._replace(withheld=lambda: self.cordons.now)
-        if plugin is not None:
-            observe = plugin.observe
-            sources = sources._replace(listed=lambda usage, asked: observe(usage, asked=asked))
-        if not config.nrt.publish:
-            sink = NoSink()
-        self.composer = Composer(
-            config,
-            self.node,
-            self.graphs.of,
-            advertised=(lambda: parts.advertised(plugin)) if plugin else None,
-            published_fabric=published_fabric,
-            node_uid=node_uid,
-        )
-        return Agent(
-            kubelet=Kubelet(
-                channel=channel(config.pod_resources_socket),
-                root=Path(config.kubelet.root_dir),
-                plugin_dir=config.plugin_dir,
-                pod_resources_socket=config.pod_resources_socket,
-                configuration=parts.configuration_files(config),
-            ),
-            hardware=self.hardware,
-            sources=sources,
-            compose=self.composer,
-            sink=sink,
-            pace=parts.pace(config),
-        )
-
-    def _announce(self) -> None:
-        from rte.publish.events import Announcer  # noqa: PLC0415 - an option of the publisher
-
-        announcer = Announcer(parts.api_server(self.config).create_event, node=self.node)
-        announcer.start()
-        self.hardware.subscribe(announcer.tell)
-        self._ends.append(announcer.stop)
+    def _allocated(self) -> None:
+        if self.publisher is not None:
+            self.publisher.allocated()
 
     # HTTP
 
+    def _serve_pages(self) -> None:
+        publisher = self.publisher
+        default = PLUGIN_PORT if publisher is None else PORT
+        port = default if self.config.http.port is None else self.config.http.port
+        if not port:
+            return
+        measured = Measured(
+            version=__version__,
+            publisher=None if publisher is None else publisher.agent,
+            hardware=self.hardware,
+            worker=self.hardware.worker,
+            plugin=self.plugin,
+            plugin_buckets_s=TOOK_BUCKETS_S,
+            disagreement=(lambda: None) if publisher is None else publisher.disagreement,
+            withheld=lambda: self.cordons.now,
+        )
+        status = StatusServer(
+            Probes(not_ready=self.not_ready, stuck=self.stuck),
+            pages(measured, graph=self._graph, groups=self._groups, plugin=self.plugin),
+            open_pages=self.config.http.open_pages,
+        )
+        status.start(self.config.http.address, port)
+        self._ends.append(status.stop)
+
+    def _graph(self) -> Graph | None:
+        seen = self.hardware.latest
+        return None if seen is None else self.graphs.of(seen.machine)
+
+    def _groups(self, graph: Graph) -> Sequence[Group]:
+        """As the published objects name them, where there are any."""
+        if self.publisher is not None:
+            return self.publisher.composer.groups(graph)
+        return groups(graph, by=self.config.groups.by, names=self.config.groups.names)
+
     def not_ready(self) -> Mapping[str, str]:
         """What is wrong, by subject; empty when the daemon does its work."""
-        found = dict(self.agent.not_ready()) if self.agent is not None else {}
+        found = {} if self.publisher is None else dict(self.publisher.agent.not_ready())
         if self.hardware.latest is None:
             found["hardware"] = "; ".join(self.hardware.problems) or "no reading yet"
         if self.plugin is not None and not self.plugin.ready and "hardware" not in found:
@@ -528,70 +451,7 @@ class Daemon:
         """Why this process should be replaced, or None."""
         if not self.hardware.thread.is_alive() and not self.hardware.ending.is_set():
             return "the thread that looks at the hardware has ended"
-        return self.agent.stuck() if self.agent is not None else None
-
-    def _pages(self) -> Mapping[str, Page]:
-        from rte.metrics import CONTENT_TYPE, Measured, renderer  # noqa: PLC0415
-
-        measured = Measured(
-            version=__version__,
-            publisher=self.agent,
-            hardware=self.hardware,
-            worker=self.worker,
-            plugin=self.plugin,
-            plugin_buckets_s=TOOK_BUCKETS_S,
-            disagreement=self._disagreement,
-            withheld=lambda: self.cordons.now,
-        )
-        pages = {
-            "/metrics": Page(CONTENT_TYPE, renderer(measured)),
-            "/topology": Page(JSON, self._topology, names_pods=True),
-        }
-        if self.plugin is not None:
-            pages["/decisions"] = Page(JSON, self._decisions, names_pods=True)
-            pages["/decisions.txt"] = Page(TEXT, self._decisions_text, names_pods=True)
-        return pages
-
-    def _disagreement(self) -> bool | None:
-        """Whether the two rules for the fingerprint differ in what was published last."""
-        from rte.publish.disagreement import rules_disagree  # noqa: PLC0415 - the publisher only
-        from rte.publish.fingerprint import InformerMode  # noqa: PLC0415
-        from rte.publish.nrt import KIND, FingerprintMethod  # noqa: PLC0415
-
-        body = self.agent.published(KIND) if self.agent is not None else None
-        if self.agent is None or self.agent.observation is None or body is None:
-            return None
-        chosen = self.config.nrt.fingerprint
-        return rules_disagree(
-            self.agent.observation,
-            body,
-            mode=InformerMode(chosen.informer_mode),
-            method=FingerprintMethod(chosen.method),
-        )
-
-    def _topology(self) -> bytes:
-        from rte.view.document import document  # noqa: PLC0415 - only who asks pays
-
-        seen = self.hardware.latest
-        if seen is None:
-            return b"{}\n"
-        graph = self.graphs.of(seen.machine)
-        found = groups(graph, by=self.config.groups.by, names=self.config.groups.names)
-        return msgspec.json.encode(document(graph, found)) + b"\n"
-
-    def _decisions(self) -> bytes:
-        from rte.commands.decided import decisions_json  # noqa: PLC0415 - only who asks pays
-
-        assert self.plugin is not None
-        return decisions_json(self.plugin.decisions)
-
-    def _decisions_text(self) -> bytes:
-        from rte.commands.decided import decisions_text  # noqa: PLC0415 - only who asks pays
-
-        assert self.plugin is not None
-        seen = self.hardware.latest
-        graph = None if seen is None else self.graphs.of(seen.machine)
-        return decisions_text(self.plugin.decisions, graph)
+        return None if self.publisher is None else self.publisher.agent.stuck()
 
 
 def refuse_secrets(kubelet_root: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from rte.commands.demo_node import KIND, DemoFailed, DemoNode
+from rte.commands.demo_node import DemoFailed, DemoNode
 from rte.commands.manifests import Given, ManifestError, read_manifests
 from rte.commands.source import CannotRead, read_folder
 from rte.commands.telling import Teller, asked
@@ -23,6 +23,7 @@ from rte.kubelet.admission import Admitted, Rejected, not_followed
 from rte.kubelet.spec import PodSpec
 from rte.kubelet.usage import KubeletError
 from rte.model import DeviceId, PodName, Scope, TopologyManagerPolicy
+from rte.publish.nrt import KIND
 from rte.standin.kubelet import Admission
 from rte.status import StatusError
 from rte.view.ink import Ink, plain

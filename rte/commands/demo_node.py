@@ -6,7 +6,6 @@ recorded and the objects go into a folder.
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 import time
@@ -18,28 +17,26 @@ from plugin.decisions import Decision
 from plugin.life import DevicePlugin
 from plugin.service import TOOK_BUCKETS_S
 from rte import __version__
-from rte.agent import Agent, Kubelet, Reason, Sources
+from rte.agent import Agent, Reason, Sources
 from rte.commands import parts
 from rte.commands.aligning import kubelet_configuration
 from rte.commands.compose import Composer
-from rte.commands.decided import decisions_json, decisions_text
+from rte.commands.pages import pages
 from rte.config import Config, load
 from rte.discovery.faults import FaultMemory, faults
 from rte.graph.build import Graph, build
 from rte.graph.groups import Group
 from rte.kubelet.spec import PodSpec
-from rte.kubelet.usage import channel
-from rte.metrics import CONTENT_TYPE, Measured, renderer
+from rte.metrics import Measured
 from rte.model import Faults, Machine, Observation, PodName
 from rte.publish.access import ApiError
+from rte.publish.nrt import KIND
 from rte.publish.publisher import FolderSink, Outcome
 from rte.sources.recorded import NVML, read_nvml
 from rte.standin.kubelet import Admission, StandIn, likely_cores
-from rte.status import JSON, TEXT, Page, Probes, StatusServer
-from rte.view.document import document
+from rte.status import Probes, StatusServer
 
 NODE = "demo"
-KIND = "NodeResourceTopology"
 WITHIN_S = 10.0  # all takes milliseconds; a machine under load may take longer
 Body = Mapping[str, Any]
 
@@ -158,15 +155,8 @@ class DemoNode:
         )
         self.groups: tuple[Group, ...] = composer.groups(self.graph)
         self.journal = Journal(out, composer)
-        self.channel = channel(self.kubelet.pod_resources)
         self.agent = Agent(
-            kubelet=Kubelet(
-                channel=self.channel,
-                root=root,
-                plugin_dir=self.kubelet.plugin_dir,
-                pod_resources_socket=self.kubelet.pod_resources,
-                configuration=parts.configuration_files(self.config),
-            ),
+            kubelet=parts.kubelet(self.config),
             hardware=self.hardware,
             sources=Sources(
                 policy=parts.kubelet_policy(
@@ -179,7 +169,18 @@ class DemoNode:
         )
         self.status = StatusServer(
             Probes(not_ready=self.agent.not_ready, stuck=self.agent.stuck),
-            self._pages(),
+            pages(
+                Measured(
+                    version=__version__,
+                    publisher=self.agent,
+                    hardware=self.hardware,
+                    plugin=self.plugin,
+                    plugin_buckets_s=TOOK_BUCKETS_S,
+                ),
+                graph=lambda: self.graph,
+                groups=composer.groups,
+                plugin=self.plugin,
+            ),
             open_pages=False,
         )
         self.registered_s = 0.0  # from the plugin's start until the kubelet had its devices
@@ -204,7 +205,7 @@ class DemoNode:
         """Returns when every thread has ended and every socket is gone."""
         self.status.stop()
         self.agent.stop()
-        self.channel.close()
+        self.agent.kubelet.channel.close()
         self.plugin.stop()
         self.kubelet.stop()
 
@@ -237,28 +238,6 @@ class DemoNode:
     def topology(self) -> Body:
         """The NodeResourceTopology as it is published now."""
         return [written.body for written in self.journal.written if written.kind == KIND][-1]
-
-    # HTTP
-
-    def _pages(self) -> Mapping[str, Page]:
-        measured = Measured(
-            version=__version__,
-            publisher=self.agent,
-            hardware=self.hardware,
-            plugin=self.plugin,
-            plugin_buckets_s=TOOK_BUCKETS_S,
-        )
-        graph = json.dumps(document(self.graph, self.groups), indent=1).encode() + b"\n"
-        return {
-            "/metrics": Page(CONTENT_TYPE, renderer(measured)),
-            "/topology": Page(JSON, lambda: graph),
-            "/decisions": Page(
-                JSON, lambda: decisions_json(self.plugin.decisions), names_pods=True
-            ),
-            "/decisions.txt": Page(
-                TEXT, lambda: decisions_text(self.plugin.decisions, self.graph), names_pods=True
-            ),
-        }
 
 
 def configuration(kubelet: StandIn) -> Config:

@@ -16,18 +16,26 @@ from plugin.devices import Advertising, Device, MigStrategy
 from plugin.life import DevicePlugin
 from plugin.life import Options as PluginOptions
 from plugin.moving import Listed
+from rte.commands.node import nvml_folders, overrides
 from rte.config import Config, ConfigError
 from rte.discovery.faults import FaultRules, parse_fault_rules
+from rte.discovery.hardware import Hardware
+from rte.discovery.injection import Injection
+from rte.discovery.nvml_worker import NvmlWorker
 from rte.graph.build import Graph
 from rte.graph.parts import Sharing
-from rte.kubelet.usage import KubeletError
+from rte.kubelet.usage import KubeletError, channel
 from rte.model import DeviceUse, NumaId, PodName, Policy, Usage, base_units, pci_address
 
 if TYPE_CHECKING:
-    from rte.agent import Pace
+    from rte.agent import Kubelet, Pace
     from rte.kubelet.configuration import Configuration
     from rte.publish.apply import ApiServer
     from rte.publish.labels import Label
+
+
+class Refused(Exception):
+    """The process must not start like this; the message says what to do."""
 
 
 def node_name(config: Config) -> str:
@@ -44,6 +52,26 @@ def fault_rules(config: Config) -> FaultRules:
         return parse_fault_rules(health.disable, health.enable, cool_down_s=health.cool_down)
     except ValueError as error:
         raise ConfigError(key, "configuration", str(error)) from error
+
+
+def hardware(config: Config, *, on_outgrown: Callable[[str], None]) -> Hardware:
+    """What looks at this node's hardware, not yet started. `on_outgrown` is called with the reason
+    why only a new container can go on. Raises ConfigError."""
+    return Hardware(
+        sys=Path(config.host.sysfs),
+        proc=Path(config.host.procfs),
+        worker=NvmlWorker(
+            on_event=lambda _: None,  # Hardware takes it over
+            library_folders=lambda: nvml_folders(config),
+            answer_s=config.nvml.timeout,
+        ),
+        overrides=overrides(config),
+        rules=fault_rules(config),
+        interval_s=config.host.interval,
+        state=state_dir(config),
+        injection=Injection() if config.driver == "injected" else None,
+        on_outgrown=on_outgrown,
+    )
 
 
 # The device plugin
@@ -142,7 +170,20 @@ def state_dir(config: Config) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-# The kubelet's configuration
+# The kubelet
+
+
+def kubelet(config: Config) -> Kubelet:
+    """Where this node's kubelet is. Raises KubeletError for a socket whose path is too long."""
+    from rte.agent import Kubelet  # noqa: PLC0415 - not the plugin alone
+
+    return Kubelet(
+        channel=channel(config.pod_resources_socket),
+        root=Path(config.kubelet.root_dir),
+        plugin_dir=config.plugin_dir,
+        pod_resources_socket=config.pod_resources_socket,
+        configuration=configuration_files(config),
+    )
 
 
 def kubelet_configuration(config: Config, api: ApiServer | None, node: str) -> Configuration:
@@ -150,7 +191,7 @@ def kubelet_configuration(config: Config, api: ApiServer | None, node: str) -> C
     from rte.kubelet.configuration import Configuration, Unanswered  # noqa: PLC0415 - not for all
     from rte.publish.access import ApiError  # noqa: PLC0415 - as above
 
-    kubelet = config.kubelet
+    chosen = config.kubelet
 
     def configz() -> Mapping[str, Any]:
         assert api is not None
@@ -160,10 +201,10 @@ def kubelet_configuration(config: Config, api: ApiServer | None, node: str) -> C
             raise Unanswered("/configz", str(error)) from error
 
     return Configuration(
-        file=Path(kubelet.config_file) if kubelet.config_file else None,
-        drop_ins=Path(kubelet.config_dir) if kubelet.config_dir else None,
-        default=Path(kubelet.root_dir, "config.yaml"),
-        command=kubelet.find_command,
+        file=Path(chosen.config_file) if chosen.config_file else None,
+        drop_ins=Path(chosen.config_dir) if chosen.config_dir else None,
+        default=Path(chosen.root_dir, "config.yaml"),
+        command=chosen.find_command,
         configz=None if api is None else configz,
     )
 
@@ -177,20 +218,20 @@ def kubelet_policy(config: Config, configuration: Configuration) -> Callable[[],
     from rte.kubelet.configuration import Unanswered  # noqa: PLC0415 - not the plugin alone
     from rte.kubelet.policy import PolicyError, stated  # noqa: PLC0415 - as above
 
-    kubelet = config.kubelet
+    chosen = config.kubelet
 
     def read() -> Policy | None:
         try:
             return configuration.read()
         except PolicyError as error:
-            if isinstance(error, Unanswered) and kubelet.topology_manager_policy is not None:
+            if isinstance(error, Unanswered) and chosen.topology_manager_policy is not None:
                 return None
             raise KubeletError("kubelet configuration", str(error)) from error
 
     return lambda: stated(
         read(),
-        topology_manager=kubelet.topology_manager_policy,
-        scope=kubelet.topology_manager_scope,
+        topology_manager=chosen.topology_manager_policy,
+        scope=chosen.topology_manager_scope,
     )
 
 

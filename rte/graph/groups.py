@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import combinations, count
 
@@ -46,29 +46,49 @@ class GroupsError(ValueError):
     """Configured groups that contradict each other."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remembered:
+    """What was seen of the GPUs in this boot, which the machine as it is does not say any more."""
+
+    names: Mapping[PciAddress, str] = field(default_factory=dict)
+    """The observed group that each was in; no group of the operator's."""
+    most_lanes: Mapping[PciAddress, int] = field(default_factory=dict)
+
+    def after(
+        self, graph: Graph, found: Iterable[Group], *, configured: Collection[str]
+    ) -> Remembered:
+        """With what this graph and its groups show; `configured` are the operator's names."""
+        lanes = {gpu.pci: max(lanes_of(gpu), self.most_lanes.get(gpu.pci, 0)) for gpu in graph.gpus}
+        names = {pci: group.name for group in found for pci in group.gpus}
+        return Remembered(
+            names={**self.names, **{p: n for p, n in names.items() if n not in configured}},
+            most_lanes={**self.most_lanes, **lanes},
+        )
+
+
 def groups(
     graph: Graph,
     *,
     by: By | str = By.COMPONENT,
     names: Mapping[str, Sequence[str]] | None = None,
-    known: Mapping[PciAddress, str] | None = None,
-    most_lanes: Mapping[PciAddress, int] | None = None,
+    before: Remembered | None = None,
 ) -> tuple[Group, ...]:
     """The groups of a machine, by smallest address.
 
     `names` are the operator's groups (name → PCI addresses): they hold whatever of these GPUs the
     machine has and do not follow the links. All other linked GPUs form groups `group-<n>`, counted
-    by smallest address. `known` (address → name) are names given since start: such a name stays
-    with its GPUs and is never given to others. `most_lanes` is the most that was seen in this boot.
+    by smallest address. A name that `before` remembers stays with its GPUs and is never given to
+    others; a GPU with fewer lanes than it remembers is degraded.
     Raises GroupsError for an address in two groups, or one that is no PCI address.
     """
+    before = before or Remembered()
     given = configured(graph, names or {})
     taken = {pci for members in given.values() for pci in members}
     rest = mask(i for i, gpu in enumerate(graph.gpus) if gpu.pci not in taken)
     observed = components(graph, rest) if By(by) is By.COMPONENT else cliques(graph, rest)
-    weak = degraded(graph, most_lanes or {})
+    weak = degraded(graph, before.most_lanes)
     found = [described(graph, name, members, weak) for name, members in given.items() if members]
-    seen = dict(known or {})
+    seen = before.names
     fresh = (name for n in count() if (name := f"group-{n}") not in {*seen.values(), *given})
     used: set[str] = set()
     for members in observed:
@@ -201,7 +221,7 @@ def degraded(graph: Graph, most_lanes: Mapping[PciAddress, int]) -> frozenset[Pc
 
     A link that never was up is no fault: a board may have fewer bridges than the GPU has links.
     """
-    lanes = {gpu.pci: sum(end.lanes for end in gpu.links) for gpu in graph.gpus}
+    lanes = {gpu.pci: lanes_of(gpu) for gpu in graph.gpus}
     usual: dict[PciAddress, int] = {}
     for gpu in graph.gpus:
         like = sorted(lanes[other.pci] for other in graph.gpus if product(other) == product(gpu))
@@ -211,3 +231,8 @@ def degraded(graph: Graph, most_lanes: Mapping[PciAddress, int]) -> frozenset[Pc
         [gpu.pci for gpu in graph.machine.gpus if gpu.lost is not None]
         + [pci for pci, n in lanes.items() if n < max(usual[pci], most_lanes.get(pci, 0))]
     )
+
+
+def lanes_of(gpu: Gpu) -> int:
+    """Its active NVLink lanes, to whatever they lead."""
+    return sum(end.lanes for end in gpu.links)

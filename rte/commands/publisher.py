@@ -1,0 +1,172 @@
+"""The publisher's parts, opened as the configuration says.
+
+Imported only where something is published: the plugin alone must not pay for its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from plugin.life import DevicePlugin
+from rte.agent import Agent, Reason, Sources
+from rte.commands import parts
+from rte.commands.compose import Composer
+from rte.config import Config
+from rte.discovery.hardware import Hardware
+from rte.graph.build import Graph
+from rte.model import Machine
+from rte.publish.access import ApiError
+from rte.publish.disagreement import rules_disagree
+from rte.publish.events import Announcer
+from rte.publish.fingerprint import InformerMode
+from rte.publish.nrt import KIND, FingerprintMethod
+from rte.publish.pods import PodWatch
+from rte.publish.publisher import ApiSink, FolderSink, NoSink, Sink
+
+
+class Objects(NamedTuple):
+    """Where the objects go, and what is read there. The defaults are those of a folder."""
+
+    sources: Sources
+    sink: Sink
+    published_fabric: Callable[[], Mapping[str, Any] | None] | None = None
+    node_uid: Callable[[], str | None] = lambda: None
+    pods: PodWatch | None = None
+    announcer: Announcer | None = None
+
+
+class Publisher:
+    """The publisher of one process. `start` and `stop` are called once each."""
+
+    def __init__(
+        self,
+        config: Config,
+        node: str,
+        *,
+        hardware: Hardware,
+        graph_of: Callable[[Machine], Graph],
+        plugin: DevicePlugin | None,
+        withheld: Callable[[], Mapping[str, str]],
+        out: Path | None,
+        on_published: Callable[[], None],
+    ) -> None:
+        """`plugin` is that of this process. `out` is a folder to write to in place of the API
+        server. `on_published` is called each time all of what was observed is published. Raises
+        Refused and ConfigError.
+        """
+        self.hardware = hardware
+        self.objects = (
+            in_api_server(config, node, lambda: self.agent.wake(Reason.PODS))
+            if out is None
+            else in_folder(config, node, out)
+        )
+        self.composer = Composer(
+            config,
+            node,
+            graph_of,
+            advertised=None if plugin is None else lambda: parts.advertised(plugin),
+            published_fabric=self.objects.published_fabric,
+            node_uid=self.objects.node_uid,
+        )
+        sources = self.objects.sources._replace(withheld=withheld)
+        if plugin is not None:
+            observe = plugin.observe
+            sources = sources._replace(listed=lambda usage, asked: observe(usage, asked=asked))
+        self.agent = Agent(
+            kubelet=parts.kubelet(config),
+            hardware=hardware,
+            sources=sources,
+            compose=self.composer,
+            sink=self.objects.sink if config.nrt.publish else NoSink(),
+            pace=parts.pace(config),
+            on_published=on_published,
+        )
+
+    def start(self) -> None:
+        """Begins to follow the hardware, the pods and the kubelet, and to publish."""
+        if self.objects.announcer is not None:
+            self.objects.announcer.start()
+            self.hardware.subscribe(self.objects.announcer.tell)
+        if self.objects.pods is not None:
+            self.objects.pods.start()
+        self.hardware.subscribe(lambda _: self.agent.wake(Reason.HARDWARE))
+        self.agent.start()
+
+    def stop(self) -> None:
+        """Returns when every thread has ended."""
+        self.agent.stop()
+        if self.objects.pods is not None:
+            self.objects.pods.stop()
+        if self.objects.announcer is not None:
+            self.objects.announcer.stop()
+
+    def allocated(self) -> None:
+        """The plugin of this process has answered Allocate; any thread may say so."""
+        self.agent.wake(Reason.ALLOCATE)
+
+    def cordoned(self) -> None:
+        """What is withheld has changed; any thread may say so."""
+        self.agent.wake(Reason.HARDWARE)
+
+    def follow(self, config: Config) -> None:
+        """Takes over what a running publisher can follow of a changed configuration."""
+        self.composer.follow(config)
+        self.agent.follow(parts.pace(config))
+
+    def disagreement(self) -> bool | None:
+        """Whether the two rules for the fingerprint differ in what was published last; None where
+        there is nothing to compare."""
+        observation, body = self.agent.observation, self.agent.published(KIND)
+        if observation is None or body is None:
+            return None
+        chosen = self.composer.config.nrt.fingerprint
+        return rules_disagree(
+            observation,
+            body,
+            mode=InformerMode(chosen.informer_mode),
+            method=FingerprintMethod(chosen.method),
+        )
+
+
+def in_api_server(config: Config, node: str, on_pods: Callable[[], None]) -> Objects:
+    """`on_pods` is called when the pods of this node have changed. Raises Refused."""
+    try:
+        api = parts.api_server(config)
+        # Clients of their own: a watch must not wait for other requests, nor they for it.
+        for_pods = parts.api_server(config) if config.nrt.fingerprint.watch_pods else None
+        for_events = parts.api_server(config) if config.health.events else None
+    except ApiError as error:
+        key = "api.kubeconfig: " if config.api.kubeconfig else ""
+        raise parts.Refused(f"{key}{error}") from error
+    kubelet = parts.kubelet_configuration(config, api, node)
+    pods = None if for_pods is None else PodWatch(for_pods, node, on_pods)
+    sink = ApiSink(
+        api, node=node, takeover_after_s=config.nrt.takeover_after, owner=config.nrt.owner
+    )
+    return Objects(
+        sources=Sources(
+            policy=parts.kubelet_policy(config, kubelet),
+            policy_changed=lambda: kubelet.changed,
+            published_policy=sink.published_policy,
+            pods=lambda: None if pods is None else pods.read(),
+            node_allocatable=parts.node_allocatable(api, node),
+        ),
+        sink=sink,
+        published_fabric=parts.published_fabric(api, node),
+        node_uid=parts.node_uid(api, node),
+        pods=pods,
+        announcer=None if for_events is None else Announcer(for_events.create_event, node=node),
+    )
+
+
+def in_folder(config: Config, node: str, out: Path) -> Objects:
+    """Objects as files, and no API server that is asked for anything."""
+    kubelet = parts.kubelet_configuration(config, None, node)
+    return Objects(
+        sources=Sources(
+            policy=parts.kubelet_policy(config, kubelet), policy_changed=lambda: kubelet.changed
+        ),
+        sink=FolderSink(out),
+    )
