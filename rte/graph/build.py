@@ -115,61 +115,24 @@ def build(
     """
     tree = PciTree(machine)
     gpus = answering(machine)
-    everyone = range(len(gpus))
-    at = {gpu.pci: i for i, gpu in enumerate(gpus)}
-    direct = direct_links(gpus, at)
-    switched = switch_links(gpus)
+    links = Links(direct_links(gpus), switch_links(gpus))
     levels = tuple(tuple(stated_level(machine, tree, a.pci, b.pci) for b in gpus) for a in gpus)
-    closeness = tuple(
-        tuple(
-            Closeness(
-                min(direct[i][j].megabytes_per_s, direct[j][i].megabytes_per_s)
-                + switched[i][j].megabytes_per_s,
-                peer_level(machine, levels, gpus, i, j),
-                0 if i == j else tree.slowest_link(gpus[i].pci, gpus[j].pci),
-            )
-            for j in everyone
-        )
-        for i in everyone
-    )
-    lanes = tuple(
-        tuple(direct[i][j].lanes + switched[i][j].lanes for j in everyone) for i in everyone
+    near = closeness(machine, tree, gpus, links, levels)
+    alike = tuple(mask(i for i, b in enumerate(gpus) if product(b) == product(a)) for a in gpus)
+    adjacent = tuple(
+        mask(j for j, pair in enumerate(row) if j != i and pair.nvlink_megabytes_per_s)
+        for i, row in enumerate(near)
     )
     numa = tuple(machine_numa(tree, gpu) for gpu in gpus)
-    alike = tuple(
-        mask(j for j in everyone if product(gpus[j]) == product(gpus[i])) for i in everyone
-    )
-    nics = computing(machine, compute_nics)
-    suspect = mask(
-        i
-        for i in everyone
-        if gpus[i].pci in set(suspects)
-        or any(direct[i][j].lanes != direct[j][i].lanes for j in everyone)
-    )
     distance = distances(machine, numa)
+    suspect = mask(i for i, gpu in enumerate(gpus) if gpu.pci in set(suspects) or links.disagree(i))
     switches = shared_switches(tree, gpus)
-    switch_nics = nic_blocks(tree, gpus, nics)
+    nics = computing(machine, compute_nics)
     twins = interchangeable(
-        closeness=closeness,
-        traits=[
-            (
-                alike[i],
-                numa[i],
-                distance[i][i],
-                suspect >> i & 1,
-                # A switch of its own, with its NICs, makes no difference: choose() looks at those.
-                [s.gpus for s in switches if s.gpus >> i & 1],
-            )
-            for i in everyone
-        ],
-        distance=distance,
-    )
-    adjacent = tuple(
-        mask(j for j in everyone if j != i and closeness[i][j].nvlink_megabytes_per_s)
-        for i in everyone
+        closeness=near, distance=distance, traits=traits(alike, numa, distance, suspect, switches)
     )
     ids = tuple(gpu.uuid or DeviceId(gpu.name) for gpu in gpus)
-    numbers = weights(closeness, distance)
+    pairs = weights(near, distance)
     return Graph(
         machine=machine,
         tree=tree,
@@ -179,9 +142,9 @@ def build(
             **{id: i for i, id in enumerate(ids)},
             **{slice.id: i for i, gpu in enumerate(gpus) for slice in gpu.slices},
         },
-        closeness=closeness,
-        nvlink=tuple(tuple(pair.nvlink_megabytes_per_s for pair in row) for row in closeness),
-        lanes=lanes,
+        closeness=near,
+        nvlink=tuple(tuple(pair.nvlink_megabytes_per_s for pair in row) for row in near),
+        lanes=links.lanes(),
         levels=levels,
         adjacent=adjacent,
         alike=alike,
@@ -191,13 +154,13 @@ def build(
         suspects=suspect,
         switches=switches,
         nics=nics,
-        switch_nics=switch_nics,
+        switch_nics=nic_blocks(tree, gpus, nics),
         numa_nics=numa_nic_blocks(tree, numa, nics),
         twins=twins,
-        weights=numbers,
+        weights=pairs,
         ranks=ranks(
             twins=twins,
-            weights=numbers,
+            weights=pairs,
             adjacent=adjacent,
             alike=alike,
             numa=numa,
@@ -228,6 +191,28 @@ def machine_numa(tree: PciTree, gpu: Gpu) -> NumaId | None:
     return device.numa if device else None
 
 
+def closeness(
+    machine: Machine,
+    tree: PciTree,
+    gpus: Sequence[Gpu],
+    links: Links,
+    levels: Sequence[Sequence[Level]],
+) -> tuple[tuple[Closeness, ...], ...]:
+    """Symmetric; a GPU with itself has no level and no PCIe link."""
+    everyone = range(len(gpus))
+    return tuple(
+        tuple(
+            Closeness(
+                links.megabytes_per_s(i, j),
+                peer_level(machine, levels, gpus, i, j),
+                0 if i == j else tree.slowest_link(gpus[i].pci, gpus[j].pci),
+            )
+            for j in everyone
+        )
+        for i in everyone
+    )
+
+
 # NVLink
 
 
@@ -236,8 +221,32 @@ class Lanes(NamedTuple):
     megabytes_per_s: int
 
 
-def direct_links(gpus: Sequence[Gpu], at: Mapping[PciAddress, int]) -> list[list[Lanes]]:
+class Links(NamedTuple):
+    """NVLink between any two GPUs, by position."""
+
+    direct: Sequence[Sequence[Lanes]]  # as the first of the two says
+    switched: Sequence[Sequence[Lanes]]
+
+    def lanes(self) -> tuple[tuple[int, ...], ...]:
+        """As each GPU sees them, through switches too."""
+        return tuple(
+            tuple(direct.lanes + switched.lanes for direct, switched in zip(*rows, strict=True))
+            for rows in zip(self.direct, self.switched, strict=True)
+        )
+
+    def megabytes_per_s(self, i: int, j: int) -> int:
+        """One way, as the end says that says less."""
+        direct = min(self.direct[i][j].megabytes_per_s, self.direct[j][i].megabytes_per_s)
+        return direct + self.switched[i][j].megabytes_per_s
+
+    def disagree(self, i: int) -> bool:
+        """Whether a GPU and another say different numbers of direct lanes between them."""
+        return any(to.lanes != self.direct[j][i].lanes for j, to in enumerate(self.direct[i]))
+
+
+def direct_links(gpus: Sequence[Gpu]) -> list[list[Lanes]]:
     """What each GPU says of its own lanes to each other GPU; links to CPUs join no GPUs."""
+    at = {gpu.pci: i for i, gpu in enumerate(gpus)}
     found = [[Lanes(0, 0)] * len(gpus) for _ in gpus]
     for i, gpu in enumerate(gpus):
         for end in gpu.links:
@@ -424,6 +433,29 @@ def numa_nic_blocks(
 
 
 # Symmetry
+
+
+def traits(
+    alike: Sequence[Positions],
+    numa: Sequence[NumaId | None],
+    distance: Sequence[Sequence[int]],
+    suspects: Positions,
+    switches: Sequence[Switch],
+) -> list[object]:
+    """What each GPU is apart from its pairs.
+
+    A switch of its own, with its NICs, makes no GPU differ: choose() looks at those.
+    """
+    return [
+        (
+            alike[i],
+            numa[i],
+            distance[i][i],
+            suspects >> i & 1,
+            [switch.gpus for switch in switches if switch.gpus >> i & 1],
+        )
+        for i in range(len(numa))
+    ]
 
 
 def interchangeable(

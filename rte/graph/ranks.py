@@ -66,71 +66,114 @@ def ranks(
     """All kinds of sets, ranked; None when there are more than LIMIT."""
     if prod(len(members) + 1 for members in twins) > LIMIT:
         return None
-    weight = weights.closeness
-    steps = {
-        w: step for step, w in enumerate(sorted({w for row in weight for w in row} - {NO_PAIR}))
-    }
-    no_pair = len(steps)
-    products = sorted(set(alike))
-    node_bits = {node: 1 << i for i, node in enumerate(sorted({n for n in numa if n is not None}))}
-
-    # Each list says one thing of all sets, in one order. A class adds a block for each of its
-    # members, and a block follows from the one before by what the new member adds to it.
-    sets = [0]
-    sums = [0]  # total closeness less the costs (NUMA nodes, distance, suspects), as one number
-    least = [no_pair]  # the least closeness of a pair
-    kinds = [(1 << len(products)) - 1]  # the products that may be all members' one
-    nodes = [0]
-    classes = [0]  # which classes are present
+    steps = steps_of(weights)
+    # Known NUMA nodes are counted at the end; an unknown one is one more each time.
+    costs = [(suspects >> i & 1) + (NODE if numa[i] is None else 0) for i in range(len(numa))]
+    listed = Listed([0], [0], [steps.no_pair])
     for c, members in enumerate(twins):
-        i = members[0]
-        node = node_bits[known] if (known := numa[i]) is not None else 0
-        # Known NUMA nodes are counted at the end; an unknown one is one more each time.
-        own = -(suspects >> i & 1) - (0 if node else NODE)
-        gains = [0]
-        nearest = [no_pair]
-        for others in twins[:c]:
-            gain = weights.joined[i][others[0]]
-            step = steps[weight[i][others[0]]]
-            gains = [g + n * gain for n in range(len(others) + 1) for g in gains]
-            nearest += [s if s < step else step for s in nearest] * len(others)
-        kind = sum(1 << p for p, product in enumerate(products) if product >> i & 1)
-        block_sets, block_sums, block_least = sets, sums, least
-        grown_sets, grown_sums, grown_least = list(sets), list(sums), list(least)
-        for n, member in enumerate(members):
-            if n == 1:
-                inner = weights.joined[i][member]
-                inner_step = steps[weight[i][member]]
-                gains = [g + inner for g in gains]
-                nearest = [min(s, inner_step) for s in nearest]
-            elif n > 1:
-                gains = [g + inner for g in gains]
-            bit = 1 << member
-            block_sets = [s | bit for s in block_sets]
-            block_sums = [s + g + own for s, g in zip(block_sums, gains, strict=True)]
-            block_least = [a if a < b else b for a, b in zip(block_least, nearest, strict=True)]
-            grown_sets += block_sets
-            grown_sums += block_sums
-            grown_least += block_least
-        sets, sums, least = grown_sets, grown_sums, grown_least
-        kinds += [k & kind for k in kinds] * len(members)
-        nodes += [n | node for n in nodes] * len(members)
-        classes += [p | 1 << c for p in classes] * len(members)
+        listed = with_class(listed, twins[:c], members, weights, steps, cost=costs[members[0]])
 
-    meshed = min((s for w, s in steps.items() if has_nvlink(w)), default=no_pair)
+    first = [members[0] for members in twins]
+    known = sorted({node for node in numa if node is not None})
+    nodes = unions(
+        twins, [sum(1 << n for n, id in enumerate(known) if id == numa[i]) for i in first]
+    )
+    products = sorted(set(alike))
+    mixed = (1 << len(products)) - 1  # no product is all members' one
+    foreign = unions(
+        twins, [sum(1 << p for p, of in enumerate(products) if not of >> i & 1) for i in first]
+    )
+    classes = unions(twins, [1 << c for c in range(len(twins))])
     joins = reachable(twins, adjacent)
     keys = [
-        0
-        if s & s - 1 == 0  # fields about pairs are equal for a single GPU
+        0  # fields about pairs are equal for a single GPU
+        if members & members - 1 == 0
         else (
-            ((2 if k else 0) + (low >= meshed or (p & p - 1 != 0 and joins[p]))) * no_pair + low
+            (2 * (not_of != mixed) + (least >= steps.meshed or joins[among])) * steps.no_pair
+            + least
             << TOTAL
         )
-        + a
-        - n.bit_count() * NODE
-        for s, k, low, p, a, n in zip(sets, kinds, least, classes, sums, nodes, strict=True)
+        + total
+        - at.bit_count() * NODE
+        for members, total, least, not_of, among, at in zip(
+            listed.sets, listed.sums, listed.least, foreign, classes, nodes, strict=True
+        )
     ]
-    return ranked(sets, keys, len(weight))
+    return ranked(listed.sets, keys, len(numa))
+
+
+class Steps(NamedTuple):
+    """The closeness of each pair as its place among all that occur, the worst being 0."""
+
+    of: tuple[tuple[int, ...], ...]
+    meshed: int  # the first that has NVLink
+    no_pair: int  # closer than any pair
+
+
+def steps_of(weights: Weights) -> Steps:
+    occurring = sorted({w for row in weights.closeness for w in row} - {NO_PAIR})
+    step = {w: number for number, w in enumerate([*occurring, NO_PAIR])}
+    return Steps(
+        of=tuple(tuple(step[w] for w in row) for row in weights.closeness),
+        meshed=next((step[w] for w in occurring if has_nvlink(w)), len(occurring)),
+        no_pair=len(occurring),
+    )
+
+
+class Listed(NamedTuple):
+    """Columns over sets of GPUs, all in one order."""
+
+    sets: list[int]
+    sums: list[int]  # total closeness less the costs but for known NUMA nodes, as one number
+    least: list[int]  # the least step of a pair
+
+
+def with_class(
+    listed: Listed,
+    before: Sequence[Sequence[int]],
+    members: Sequence[int],
+    weights: Weights,
+    steps: Steps,
+    *,
+    cost: int,
+) -> Listed:
+    """The sets of the classes `before`, and those that have members of one more class too.
+
+    It adds a block for each of its members, and a block follows from the one before by what the
+    new member adds to it: `cost`, and its pairs with what is in each set.
+    """
+    i = members[0]
+    gains, nearest = [0], [steps.no_pair]
+    for others in before:
+        gain, step = weights.joined[i][others[0]], steps.of[i][others[0]]
+        gains = [g + n * gain for n in range(len(others) + 1) for g in gains]
+        nearest += [s if s < step else step for s in nearest] * len(others)
+    block, found = listed, Listed(list(listed.sets), list(listed.sums), list(listed.least))
+    for n, member in enumerate(members):
+        if n:  # a pair within the class
+            inner = weights.joined[i][members[1]]
+            gains = [g + inner for g in gains]
+        if n == 1:
+            step = steps.of[i][member]
+            nearest = [s if s < step else step for s in nearest]
+        bit = 1 << member
+        block = Listed(
+            [s | bit for s in block.sets],
+            [s + g - cost for s, g in zip(block.sums, gains, strict=True)],
+            [a if a < b else b for a, b in zip(block.least, nearest, strict=True)],
+        )
+        found.sets.extend(block.sets)
+        found.sums.extend(block.sums)
+        found.least.extend(block.least)
+    return found
+
+
+def unions(twins: Sequence[Sequence[int]], marks: Sequence[int]) -> list[int]:
+    """For each set, in the order of `Listed`, the union of the marks of its classes."""
+    found = [0]
+    for members, mark in zip(twins, marks, strict=True):
+        found += [union | mark for union in found] * len(members)
+    return found
 
 
 def weights(closeness: Sequence[Sequence[Pair]], distance: Sequence[Sequence[int]]) -> Weights:
@@ -163,7 +206,7 @@ def joined(weight: int, distance: int) -> int:
 
 
 def reachable(twins: Sequence[Sequence[int]], adjacent: Sequence[int]) -> list[bool]:
-    """For each set of two or more classes: whether NVLink joins members of all of them.
+    """For each set of classes: whether they are two or more and NVLink joins members of all.
 
     Interchangeable GPUs have the same neighbours, so that they reach each other by those.
     """
@@ -179,7 +222,7 @@ def reachable(twins: Sequence[Sequence[int]], adjacent: Sequence[int]) -> list[b
         seen = first = classes & -classes
         while (grown := near[seen] & classes | first) != seen:
             seen = grown
-        found.append(seen == classes)
+        found.append(seen == classes and classes & classes - 1 != 0)
     return found
 
 
