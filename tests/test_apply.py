@@ -669,6 +669,10 @@ REFUSED = {
         lambda c: c["clusters"][0]["cluster"].update({"certificate-authority": "gone"}),
         "certificate-authority",
     ),
+    "authority that is no text": (
+        lambda c: c["clusters"][0]["cluster"].update({"certificate-authority-data": "gICA"}),
+        "certificate-authority: not PEM",
+    ),
 }
 
 
@@ -684,7 +688,7 @@ def test_a_kubeconfig_that_cannot_be_used_says_why(
         read_kubeconfig(path)
 
 
-@pytest.mark.parametrize("text", ["", "- a", "{", "contexts: 3"])
+@pytest.mark.parametrize("text", ["", "- a", "{", "contexts: 3", "a: 2026-02-31"])
 def test_what_is_no_kubeconfig_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config"
     path.write_text(text)

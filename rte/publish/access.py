@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlsplit
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -97,62 +97,80 @@ def read_kubeconfig(path: Path, *, context: str | None = None) -> Access:
     certificate, as files or data. Exec plugins, auth providers, user names with passwords,
     impersonation, proxies and unverified TLS are refused by name. Raises ApiError.
     """
+    try:
+        return described(read_yaml(path), path.parent, context)
+    except OSError as error:
+        raise ApiError(str(path), "NoAccess", error.strerror or str(error)) from error
+    except ValueError as error:
+        raise ApiError(str(path), "NoAccess", str(error)) from error
 
-    def refuse(problem: str) -> NoReturn:
-        raise ApiError(str(path), "NoAccess", problem)
 
-    def entry(section: str, name: object) -> dict[str, Any]:
-        items = config.get(section)
-        for item in items if isinstance(items, list) else ():
-            if isinstance(item, dict) and item.get("name") == name:
-                found = item.get(section.removesuffix("s")) or {}
-                if isinstance(found, dict):
-                    return found
-        refuse(f"{section} has no entry {name!r}")
-
-    def content(of: Mapping[str, Any], key: str) -> bytes | None:
-        if data := of.get(f"{key}-data"):
-            try:
-                return base64.b64decode(str(data), validate=True)
-            except binascii.Error:
-                refuse(f"{key}-data: not base64")
-        if file := of.get(key):
-            try:
-                return (path.parent / str(file)).read_bytes()
-            except OSError as error:
-                refuse(f"{key}: {file}: {error.strerror}")
-        return None
-
+def read_yaml(path: Path) -> Any:
+    """Raises OSError, and ValueError for what is no YAML."""
     import yaml  # noqa: PLC0415 - memory that a pod with a service account need not pay
 
     try:
-        config = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except OSError as error:
-        refuse(error.strerror or str(error))
+        return yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (yaml.YAMLError, RecursionError) as error:
-        refuse(f"not YAML: {error}")
+        raise ValueError(f"not YAML: {error}") from error
+
+
+def described(config: object, folder: Path, context: str | None) -> Access:
+    """`folder` is what file names are relative to. Raises ValueError, which says what is wrong."""
     if not isinstance(config, dict):
-        refuse("not a kubeconfig")
-    chosen = entry("contexts", context or config.get("current-context"))
-    cluster = entry("clusters", chosen.get("cluster"))
-    user = entry("users", chosen.get("user")) if chosen.get("user") else {}
+        raise ValueError("not a kubeconfig")
+    chosen = entry(config, "contexts", context or config.get("current-context"))
+    cluster = entry(config, "clusters", chosen.get("cluster"))
+    user = entry(config, "users", chosen.get("user")) if chosen.get("user") else {}
     for key in ("exec", "auth-provider", "username", "as"):
         if user.get(key):
-            refuse(f"user.{key} is not supported here; use a token or a client certificate")
+            raise ValueError(
+                f"user.{key} is not supported here; use a token or a client certificate"
+            )
     for key in ("proxy-url", "insecure-skip-tls-verify"):
         if cluster.get(key):
-            refuse(f"cluster.{key} is not supported here")
-    authority = content(cluster, "certificate-authority")
+            raise ValueError(f"cluster.{key} is not supported here")
+    authority = content(cluster, "certificate-authority", folder)
     token_file = user.get("tokenFile")
+    return Access(
+        server=str(cluster.get("server")),
+        ca_data=pem(authority, "certificate-authority") if authority else None,
+        token=user.get("token"),
+        token_file=folder / str(token_file) if token_file else None,
+        certificate=content(user, "client-certificate", folder),
+        key=content(user, "client-key", folder),
+        server_name=cluster.get("tls-server-name"),
+    )
+
+
+def entry(config: Mapping[str, Any], section: str, name: object) -> dict[str, Any]:
+    """What a section has under a name. Raises ValueError where it has nothing."""
+    items = config.get(section)
+    for item in items if isinstance(items, list) else ():
+        if isinstance(item, dict) and item.get("name") == name:
+            found = item.get(section.removesuffix("s")) or {}
+            if isinstance(found, dict):
+                return found
+    raise ValueError(f"{section} has no entry {name!r}")
+
+
+def content(of: Mapping[str, Any], key: str, folder: Path) -> bytes | None:
+    """What stands in `<key>-data`, else in the file that `<key>` names. Raises ValueError."""
+    if data := of.get(f"{key}-data"):
+        try:
+            return base64.b64decode(str(data), validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"{key}-data: not base64") from error
+    if file := of.get(key):
+        try:
+            return (folder / str(file)).read_bytes()
+        except OSError as error:
+            raise ValueError(f"{key}: {file}: {error.strerror}") from error
+    return None
+
+
+def pem(content: bytes, key: str) -> str:
     try:
-        return Access(
-            server=str(cluster.get("server")),
-            ca_data=authority.decode() if authority else None,
-            token=user.get("token"),
-            token_file=path.parent / token_file if token_file else None,
-            certificate=content(user, "client-certificate"),
-            key=content(user, "client-key"),
-            server_name=cluster.get("tls-server-name"),
-        )
-    except ValueError as error:
-        refuse(str(error))
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{key}: not PEM") from error
