@@ -159,6 +159,7 @@ class Kubelet:
         self.plugin_dir = self.root / "device-plugins"
         self.registry_dir = self.root / "plugins_registry"
         self.pod_resources = self.root / "pod-resources" / "kubelet.sock"
+        self.pods_api = self.root / "pods-api" / "pods-api.sock"
         (self.dir / "machine.json").write_text(json.dumps(self.machine))
         self.configure(config or {})
         self.process: Process | None = None
@@ -221,8 +222,10 @@ class Kubelet:
         """What becomes of the pod. A rejected one stays, as Failed, until it is removed."""
         return msgspec.convert(self.call("admit", timeout_s=timeout_s, pod=pod), Admission)
 
-    def remove(self, name: str, namespace: str = "default") -> None:
-        self.call("remove", name=name, namespace=namespace)
+    def remove(self, name: str, namespace: str = "default", *, forced: bool = False) -> None:
+        """The pod is deleted. A forced deletion is that of its object alone: nothing in the kubelet
+        tells of it before the containers have ended."""
+        self.call("remove", name=name, namespace=namespace, forced=forced)
 
     def finish(self, name: str, namespace: str = "default", *, phase: str = "Succeeded") -> None:
         """The pod's containers end; it stays in the phase, Succeeded or Failed."""
@@ -235,6 +238,10 @@ class Kubelet:
     def reboot(self) -> tuple[Admission, ...]:
         """Restart the machine: the containers are gone, and the pods are admitted again."""
         return msgspec.convert(self.call("restart", running=False) or (), tuple[Admission, ...])
+
+    def hear_of_pods(self, ready: bool) -> None:
+        """Whether the kubelet has heard of its pods; it has when it is started."""
+        self.call("sources_ready", ready=ready)
 
     def state(self) -> State:
         return msgspec.convert(self.call("state"), State)

@@ -7,14 +7,16 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto, FileDescriptorSet
 
 from plugin.api import deviceplugin_pb2, deviceplugin_pb2_grpc, pluginregistration_pb2
-from rte.kubelet.api import podresources_pb2
+from rte.kubelet.api import pod_pb2, pods_pb2, podresources_pb2
 from tests.conftest import GoProgram
 
 ROOT = Path(__file__).parents[1]
-GENERATED = (deviceplugin_pb2, pluginregistration_pb2, podresources_pb2)
+WHOLE = (deviceplugin_pb2, pluginregistration_pb2, podresources_pb2, pods_pb2)
+GENERATED = (*WHOLE, pod_pb2)
 PROTO_FILES = [module.DESCRIPTOR.name for module in GENERATED]
 
 
@@ -35,7 +37,7 @@ def test_generated_code_is_what_the_protocol_file_gives(proto: str, tmp_path: Pa
         assert (ROOT / name).read_text() == (tmp_path / name).read_text(), name
 
 
-@pytest.mark.parametrize("module", GENERATED, ids=PROTO_FILES)
+@pytest.mark.parametrize("module", WHOLE, ids=PROTO_FILES[: len(WHOLE)])
 def test_the_protocol_file_is_upstreams_structure_for_structure(
     module: ModuleType, go_program: GoProgram
 ) -> None:
@@ -44,6 +46,42 @@ def test_the_protocol_file_is_upstreams_structure_for_structure(
     ours = FileDescriptorProto()
     module.DESCRIPTOR.CopyToProto(ours)
     assert structure(ours) == structure(upstream[ours.package])
+
+
+def test_what_is_read_of_a_pod_is_a_part_of_upstreams_type(go_program: GoProgram) -> None:
+    written = subprocess.run([go_program("protocols")], capture_output=True, check=True).stdout
+    (upstream,) = (
+        file
+        for file in FileDescriptorSet.FromString(written).file
+        if file.package == "k8s.io.api.core.v1"
+    )
+    theirs = {
+        (message.name, field.number): (field.name, field.label, field.type, last(field.type_name))
+        for message in upstream.message_type
+        for field in message.field
+    }
+    ours = {
+        (message.name, field.number): of_field(field)
+        for message in pod_pb2.DESCRIPTOR.message_types_by_name.values()
+        for field in message.fields
+        # A quantity writes itself; the real kubelet's are read in test_pods_api.py.
+        if message.name != "Quantity"
+    }
+    assert ours == {key: theirs[key] for key in ours}
+    assert ("PodStatus", 9) in ours
+
+
+def of_field(field: FieldDescriptor) -> tuple[str, int, int, str]:
+    """Name, label, type and message; a map is its values, again and again."""
+    label = FieldDescriptor.LABEL_REPEATED if field.is_repeated else FieldDescriptor.LABEL_OPTIONAL
+    of = field.message_type
+    if of is not None and of.GetOptions().map_entry:
+        of = of.fields_by_name["value"].message_type
+    return field.name, label, field.type, of.name if of is not None else ""
+
+
+def last(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
 
 
 def structure(file: FileDescriptorProto) -> str:

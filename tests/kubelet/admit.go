@@ -74,7 +74,7 @@ func (n *Node) admit(p *v1.Pod, running bool) admission {
 		if r := admitBy(n.ctx, h, attributes); !r.Admit {
 			a.Admitted, a.Reason, a.Message = false, r.Reason, r.Message
 			n.pods.update(p.UID, func(p *v1.Pod, _ map[string]string) {
-				p.Status = v1.PodStatus{Phase: v1.PodFailed, Reason: r.Reason, Message: "Pod was rejected: " + r.Message}
+				p.Status = v1.PodStatus{Phase: v1.PodFailed, QOSClass: p.Status.QOSClass, Reason: r.Reason, Message: "Pod was rejected: " + r.Message}
 			})
 			break
 		}
@@ -82,6 +82,7 @@ func (n *Node) admit(p *v1.Pod, running bool) admission {
 	if a.Admitted {
 		n.pods.update(p.UID, func(p *v1.Pod, _ map[string]string) { p.Status.Phase = v1.PodRunning })
 	}
+	n.report(p)
 	for _, c := range allContainers(p) {
 		decided := container{Name: c.Name}
 		if a.Admitted {

@@ -50,6 +50,7 @@ type Node struct {
 	memory   memorymanager.Manager
 	handlers []lifecycle.PodAdmitHandler
 	server   *grpc.Server
+	view     podView
 	cancel   context.CancelFunc
 	ctx      context.Context
 }
@@ -91,6 +92,9 @@ func (n *Node) start(running bool) ([]admission, error) {
 		return nil, err
 	}
 	if err := n.servePodResources(); err != nil {
+		return nil, err
+	}
+	if err := n.servePods(); err != nil {
 		return nil, err
 	}
 	var again []admission
@@ -175,6 +179,7 @@ func drain(ctx context.Context, devices *devicemanager.ManagerImpl) {
 func (n *Node) stop() {
 	_ = n.devices.Stop(n.log)
 	n.server.Stop()
+	n.view.stop()
 	n.cancel()
 }
 

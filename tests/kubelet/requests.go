@@ -25,6 +25,8 @@ type request struct {
 	Within   float64         `json:"within_s"`
 
 	Running bool `json:"running"` // restart
+	Ready   bool `json:"ready"`   // sources_ready
+	Forced  bool `json:"forced"`  // remove
 
 	disturbance // pod_resources
 }
@@ -37,9 +39,20 @@ func (n *Node) do(r *request) (any, error) {
 		return nil, n.withPod(r, func(p *v1.Pod) {
 			n.end(p, p.Status.Phase)
 			n.pods.remove(p.UID)
+			if !r.Forced && !over(p) {
+				n.terminated(p)
+			}
+			n.gone(p)
 		})
 	case "finish":
-		return nil, n.withPod(r, func(p *v1.Pod) { n.end(p, r.Phase) })
+		return nil, n.withPod(r, func(p *v1.Pod) {
+			n.end(p, r.Phase)
+			n.report(p)
+			n.terminated(p)
+		})
+	case "sources_ready":
+		n.ready.Store(r.Ready)
+		return nil, nil
 	case "pod_status":
 		return n.podStatus(r)
 	case "restart":
@@ -68,13 +81,14 @@ func (n *Node) admitNew(p *v1.Pod) (any, error) {
 		p.UID = uuid.NewUUID()
 	}
 	p.CreationTimestamp = metav1.Now()
-	p.Status = v1.PodStatus{Phase: v1.PodPending}
 	corev1.SetObjectDefaults_Pod(p)
+	p.Status = newStatus(p)
 	n.admitting.Lock()
 	defer n.admitting.Unlock()
 	if err := n.pods.add(p); err != nil {
 		return nil, err
 	}
+	n.bound(p)
 	a := n.admit(p, false)
 	return a, n.pods.save()
 }

@@ -8,6 +8,7 @@ import (
 	v1 "k8s.io/api/core/v1"
 	"k8s.io/klog/v2"
 	api "k8s.io/kubelet/pkg/apis/podresources/v1"
+	podsapi "k8s.io/kubernetes/pkg/kubelet/apis/pods"
 	"k8s.io/kubernetes/pkg/kubelet/cm/devicemanager"
 	"k8s.io/kubernetes/pkg/kubelet/cm/topologymanager"
 	"k8s.io/kubernetes/pkg/kubelet/lifecycle"
@@ -31,6 +32,11 @@ type (
 //
 //go:linkname newDeviceManager k8s.io/kubernetes/pkg/kubelet/cm/devicemanager.newManagerImpl
 func newDeviceManager(log klog.Logger, socket string, topology []cadvisorapi.Node, store topologymanager.Store) (*devicemanager.ManagerImpl, error)
+
+// The pods API of 1.36 answers also before the kubelet has heard of its pods.
+func (n *Node) newPodsServer() *podsapi.PodsServer {
+	return podsapi.NewPodsServer(podsapi.NewBroadcaster(), n.view.manager, n.view.statuses)
+}
 
 func (n *Node) newTopologyManager() (topologymanager.Manager, error) {
 	c := n.config
