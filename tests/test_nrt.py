@@ -47,14 +47,8 @@ from rte.model import (
 )
 from rte.publish.accounting import Unbound
 from rte.publish.fingerprint import InformerMode, fingerprint
-from rte.publish.nrt import (
-    Detail,
-    FingerprintMethod,
-    binary_quantity,
-    cpu_list,
-    decimal_quantity,
-    nrt,
-)
+from rte.publish.forms import binary_quantity, cpu_list, decimal_quantity
+from rte.publish.nrt import Detail, FingerprintMethod, nrt
 from rte.publish.patch import ECHO, changes, freed_something, may_wake, rest, with_echo
 from rte.publish.placement import METADATA, VECTOR
 from rte.sources.recorded import read_recorded

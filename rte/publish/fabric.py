@@ -12,15 +12,8 @@ from rte.graph.build import Graph
 from rte.graph.groups import Group
 from rte.model import FabricState, Faults, Gpu, LinkPeer, Machine, Nic, NumaNode, PciAddress
 from rte.publish.accounting import zone_nodes
-from rte.publish.nrt import (
-    Hardware,
-    binary_quantity,
-    cpu_list,
-    health,
-    link_speed,
-    listed_nics,
-    metadata,
-)
+from rte.publish.forms import binary_quantity, cpu_list, metadata
+from rte.publish.hardware import Hardware, health, link_speed, listed_nics
 
 API_VERSION = "rte.dev/v1alpha1"
 KIND = "GPUFabric"
@@ -47,8 +40,8 @@ def fabric(
     Where nothing but time has passed since `previous`, its conditions and history come back
     unchanged, so that equal hardware gives an equal object.
     """
-    parts = Hardware(machine, graph, groups, zone_nodes(machine), faults)
-    found = graph_of(parts)
+    hardware = Hardware(machine, graph, groups, zone_nodes(machine), faults)
+    found = graph_of(hardware)
     before: Status = (previous or {}).get("status") or {}
     return {
         "apiVersion": API_VERSION,
@@ -56,7 +49,7 @@ def fabric(
         "metadata": metadata(node_name, node_uid),
         "status": {
             **found,
-            "conditions": conditions(parts, before.get("conditions") or (), now),
+            "conditions": conditions(hardware, before.get("conditions") or (), now),
             "history": history(before, found, now),
         },
     }
@@ -65,19 +58,19 @@ def fabric(
 # The graph
 
 
-def graph_of(parts: Hardware) -> dict[str, Any]:
-    machine = parts.machine
+def graph_of(hardware: Hardware) -> dict[str, Any]:
+    machine = hardware.machine
     body: dict[str, Any] = {
         "gpuCount": len(machine.gpus),
-        "groupCount": len(parts.groups),
+        "groupCount": len(hardware.groups),
         "driver": machine.driver,
-        "domain": next((group.domain for group in parts.groups if group.domain), None),
-        "numaNodes": [numa_node(node, parts) for node in machine.numa_nodes],
-        "gpus": [gpu(one, parts) for one in machine.gpus],
-        "switches": [switch(port, name, parts) for port, name in parts.switches.items()],
-        "nics": [nic(one, number, parts) for number, one in enumerate(listed_nics(machine))],
-        "nvlinks": nvlinks(parts),
-        "groups": [group(one, parts) for one in parts.groups],
+        "domain": next((group.domain for group in hardware.groups if group.domain), None),
+        "numaNodes": [numa_node(node, hardware) for node in machine.numa_nodes],
+        "gpus": [gpu(one, hardware) for one in machine.gpus],
+        "switches": [switch(port, name, hardware) for port, name in hardware.switches.items()],
+        "nics": [nic(one, number, hardware) for number, one in enumerate(listed_nics(machine))],
+        "nvlinks": nvlinks(hardware),
+        "groups": [group(one, hardware) for one in hardware.groups],
         "fabrics": fabrics(machine.gpus),
     }
     return present(body)
@@ -88,13 +81,13 @@ def present(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def numa_node(node: NumaNode, parts: Hardware) -> dict[str, Any]:
+def numa_node(node: NumaNode, hardware: Hardware) -> dict[str, Any]:
     return present(
         {
             "id": node.id,
             "cpus": cpu_list(node.cpus),
             "memory": None if node.memory_bytes is None else binary_quantity(node.memory_bytes),
-            "gpu": None if node.gpu is None else parts.name_of.get(node.gpu, str(node.gpu)),
+            "gpu": None if node.gpu is None else hardware.name_of.get(node.gpu, str(node.gpu)),
             "distances": [
                 {"id": other, "distance": far} for other, far in sorted(node.distance.items())
             ],
@@ -102,13 +95,13 @@ def numa_node(node: NumaNode, parts: Hardware) -> dict[str, Any]:
     )
 
 
-def place(address: PciAddress, parts: Hardware) -> dict[str, Any]:
+def place(address: PciAddress, hardware: Hardware) -> dict[str, Any]:
     """Where a PCI function is: inferred NUMA nodes are named with their source."""
-    function = parts.functions.get(address)
-    above = parts.switches_above(address)
+    function = hardware.functions.get(address)
+    above = hardware.switches_above(address)
     found: dict[str, Any] = {"pci": str(address)}
     if above:
-        found["switch"] = parts.switches[above[-1]]
+        found["switch"] = hardware.switches[above[-1]]
     if function is not None:
         found["root"] = function.root
         if function.numa is not None and function.numa_from is not None:
@@ -116,18 +109,18 @@ def place(address: PciAddress, parts: Hardware) -> dict[str, Any]:
     return found | link_speed(function)
 
 
-def gpu(one: Gpu, parts: Hardware) -> dict[str, Any]:
+def gpu(one: Gpu, hardware: Hardware) -> dict[str, Any]:
     switch_lanes = sum(end.lanes for end in one.links if end.peer is LinkPeer.SWITCH)
     cpu_lanes = sum(end.lanes for end in one.links if end.peer is LinkPeer.CPU)
     return present(
         {
             "name": one.name,
-            **place(one.pci, parts),
+            **place(one.pci, hardware),
             "uuid": one.uuid,
             "product": one.product,
             "memory": None if one.memory_bytes is None else binary_quantity(one.memory_bytes),
             "module": one.module,
-            "group": parts.group_of.get(one.pci),
+            "group": hardware.group_of.get(one.pci),
             "switchLanes": switch_lanes or None,
             "cpuLanes": cpu_lanes or None,
             "lanesDown": one.links_down or None,
@@ -136,17 +129,17 @@ def gpu(one: Gpu, parts: Hardware) -> dict[str, Any]:
                 for part in one.slices
             ]
             or None,
-            **health(one, parts.faults),
+            **health(one, hardware.faults),
         }
     )
 
 
-def switch(port: PciAddress, name: str, parts: Hardware) -> dict[str, Any]:
-    return {"name": name, **place(port, parts)}
+def switch(port: PciAddress, name: str, hardware: Hardware) -> dict[str, Any]:
+    return {"name": name, **place(port, hardware)}
 
 
-def nic(one: Nic, number: int, parts: Hardware) -> dict[str, Any]:
-    where = place(one.pci, parts) if one.pci is not None else present({"numaNode": one.numa})
+def nic(one: Nic, number: int, hardware: Hardware) -> dict[str, Any]:
+    where = place(one.pci, hardware) if one.pci is not None else present({"numaNode": one.numa})
     return present(
         {
             "name": f"nic-{number}",
@@ -159,16 +152,20 @@ def nic(one: Nic, number: int, parts: Hardware) -> dict[str, Any]:
     )
 
 
-def nvlinks(parts: Hardware) -> list[dict[str, Any]]:
+def nvlinks(hardware: Hardware) -> list[dict[str, Any]]:
     """Direct links of two GPUs with the fewer lanes of their two ends; those that disagree say so.
     What goes through switches is each GPU's `switchLanes`."""
     ends: dict[tuple[PciAddress, PciAddress], int] = {}
-    for one in parts.machine.gpus:
+    for one in hardware.machine.gpus:
         for end in one.links:
-            if end.peer is LinkPeer.GPU and end.remote in parts.name_of and end.remote != one.pci:
+            if (
+                end.peer is LinkPeer.GPU
+                and end.remote in hardware.name_of
+                and end.remote != one.pci
+            ):
                 key = (one.pci, end.remote)
                 ends[key] = ends.get(key, 0) + end.lanes
-    numbers = {one.pci: one.number for one in parts.machine.gpus}
+    numbers = {one.pci: one.number for one in hardware.machine.gpus}
     pairs = sorted(
         {(min(p, key=numbers.__getitem__), max(p, key=numbers.__getitem__)) for p in ends},
         key=lambda pair: (numbers[pair[0]], numbers[pair[1]]),
@@ -177,8 +174,8 @@ def nvlinks(parts: Hardware) -> list[dict[str, Any]]:
     for a, b in pairs:
         there, back = ends.get((a, b), 0), ends.get((b, a), 0)
         link: dict[str, Any] = {
-            "a": parts.name_of[a],
-            "b": parts.name_of[b],
+            "a": hardware.name_of[a],
+            "b": hardware.name_of[b],
             "lanes": min(there, back),
         }
         if there != back:
@@ -187,9 +184,9 @@ def nvlinks(parts: Hardware) -> list[dict[str, Any]]:
     return found
 
 
-def group(one: Group, parts: Hardware) -> dict[str, Any]:
+def group(one: Group, hardware: Hardware) -> dict[str, Any]:
     def names(addresses: Iterable[PciAddress]) -> list[str]:
-        return [parts.name_of.get(address, str(address)) for address in addresses]
+        return [hardware.name_of.get(address, str(address)) for address in addresses]
 
     return present(
         {
@@ -227,17 +224,17 @@ def fabrics(gpus: Sequence[Gpu]) -> list[dict[str, Any]]:
 
 
 def conditions(
-    parts: Hardware, before: Iterable[Mapping[str, Any]], now: str
+    hardware: Hardware, before: Iterable[Mapping[str, Any]], now: str
 ) -> list[dict[str, Any]]:
     """`Healthy` and `FabricComplete`; a condition's time is that of its last change of status."""
     known = {item.get("type"): item for item in before}
-    states = {one.name: health(one, parts.faults) for one in parts.machine.gpus}
+    states = {one.name: health(one, hardware.faults) for one in hardware.machine.gpus}
     sick = [
         f"{name}: {said['healthReason']}" for name, said in states.items() if "healthReason" in said
     ]
     waiting = [
         f"{one.name}: {one.fabric.state.value}"
-        for one in parts.machine.gpus
+        for one in hardware.machine.gpus
         if one.fabric is not None
         and one.fabric.state in (FabricState.NOT_STARTED, FabricState.IN_PROGRESS)
     ]

@@ -1,15 +1,12 @@
 """The NodeResourceTopology object of a node, as plain JSON values.
 
-Zones of type Node carry the figures that schedulers read. All others describe the hardware for
-people and tools and carry no resources: a scheduler with reservations subtracts from every zone
-that lists a resource.
+Zones of type Node carry the figures that schedulers read; all others describe the hardware.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
-from functools import cached_property
 from typing import Any
 
 from rte.graph.build import Graph
@@ -19,21 +16,11 @@ from rte.model import (
     CpuId,
     DeviceId,
     DeviceUse,
-    FaultClass,
-    Faults,
-    Gpu,
-    Level,
-    Machine,
-    Nic,
     NumaId,
     NumaNode,
-    NumaSource,
     Observation,
-    PciAddress,
-    PciDevice,
     PodName,
     TopologyManagerPolicy,
-    pci_order,
 )
 from rte.publish.accounting import (
     Accounts,
@@ -57,17 +44,28 @@ from rte.publish.fingerprint import (
     pods_by_usage,
 )
 from rte.publish.forecast import largest_aligned, largest_linked
+from rte.publish.forms import (
+    attributes,
+    binary_quantity,
+    cpu_list,
+    decimal_quantity,
+    metadata,
+    zone_body,
+)
+from rte.publish.hardware import (
+    Hardware,
+    full_gpu_zones,
+    gpu_zones,
+    group_zones,
+    memory_zones,
+    nic_zones,
+    switch_zones,
+)
 from rte.publish.placement import METADATA, VECTOR, ContainerName, Placement, placement
 
 API_VERSION = "topology.node.k8s.io/v1alpha2"
 KIND = "NodeResourceTopology"
-MANAGED_BY = {"app.kubernetes.io/managed-by": "rte"}
 DEFAULT_MAX_NUMA_NODES = 8  # of the kubelet, and of the scheduler that reads the attribute
-
-# NVML's nvmlGpuTopologyLevel_t, nearer is smaller. Pairs of unknown level have no cost: readers
-# take a cost that is missing for the worst.
-COST = {Level.PIX: 10, Level.PXB: 20, Level.PHB: 30, Level.NODE: 40, Level.SYS: 50}
-NVLINK_COST = 1
 
 
 class Detail(StrEnum):
@@ -124,22 +122,13 @@ def nrt(
     listed = frozenset(name for zone in counted.resources for name in zone)
     placed = container_zones(observation, nodes, resources=listed, mode=informer_mode)
     vectors = placement(placed, zone_count=len(nodes)) if placed and nodes else None
-    parts = Hardware(
+    hardware = Hardware(
         observation.machine, graph, groups, nodes, observation.faults, withheld=observation.withheld
     )
-    zones = [
-        node_zone(number, nodes, counted, parts=parts, vectors=vectors, detail=detail)
-        for number in range(len(nodes))
-    ]
-    if detail is not Detail.NODE:
-        zones += gpu_zones(parts, detail)
-        zones += group_zones(parts)
-    if detail is Detail.FULL:
-        zones += nic_zones(parts) + switch_zones(parts) + memory_zones(parts)
     values = {
         **policy_attributes(observation),
         **fingerprint_attributes(observation, resources=listed, mode=informer_mode, method=method),
-        **forecast_attributes(observation, counted, parts),
+        **forecast_attributes(observation, counted, hardware),
         "rteVersion": version,
     }
     if counted.unbound:
@@ -151,20 +140,11 @@ def nrt(
         "kind": KIND,
         "metadata": metadata(node_name, node_uid),
         "attributes": attributes(values),
-        "zones": zones,
+        "zones": [
+            *node_zones(nodes, counted, hardware=hardware, vectors=vectors, detail=detail),
+            *hardware_zones(hardware, detail),
+        ],
     }
-
-
-def metadata(node_name: str, node_uid: str | None) -> dict[str, Any]:
-    body: dict[str, Any] = {"name": node_name, "labels": dict(MANAGED_BY)}
-    if node_uid is not None:
-        owner = {"apiVersion": "v1", "kind": "Node", "name": node_name, "uid": node_uid}
-        body["ownerReferences"] = [owner]
-    return body
-
-
-def attributes(values: Mapping[str, str]) -> list[dict[str, str]]:
-    return [{"name": name, "value": values[name]} for name in sorted(values)]
 
 
 # The object's own attributes
@@ -185,17 +165,6 @@ def policy_attributes(observation: Observation) -> dict[str, str]:
     if policy.reserved_cpus:
         values["reservedCPUs"] = cpu_list(policy.reserved_cpus)
     return values
-
-
-def cpu_list(cpus: Iterable[CpuId]) -> str:
-    """The kernel's list format, ascending: `0-3,8`."""
-    runs: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if runs and runs[-1][1] == cpu - 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def fingerprint_attributes(
@@ -250,7 +219,7 @@ def fingerprinted_pods(
 
 
 def forecast_attributes(
-    observation: Observation, counted: Accounts, parts: Hardware
+    observation: Observation, counted: Accounts, hardware: Hardware
 ) -> dict[str, str]:
     policy = observation.policy
     several = policy is not None and policy.topology_manager in (
@@ -261,61 +230,53 @@ def forecast_attributes(
     for resource, pool in counted.pools.items():
         aligned = largest_aligned(pool, several=several)
         values[f"largestAligned.{resource}"] = str(aligned)
-        if parts.linked and is_whole_gpus(pool, parts):
-            linked = largest_linked(pool, several=several, linked=parts.linked)
+        if hardware.linked and is_whole_gpus(pool, hardware):
+            linked = largest_linked(pool, several=several, linked=hardware.linked)
             values[f"largestNvlinkAligned.{resource}"] = str(linked)
     return values
 
 
-def is_whole_gpus(pool: DevicePool, parts: Hardware) -> bool:
-    return all(ids <= parts.uuids for ids in pool.capacity)
+def is_whole_gpus(pool: DevicePool, hardware: Hardware) -> bool:
+    return all(ids <= hardware.uuids for ids in pool.capacity)
 
 
-# Zones with figures
+# Zones
 
 
-def node_zone(
-    number: int,
+def node_zones(
     nodes: Sequence[NumaNode],
     counted: Accounts,
     *,
-    parts: Hardware,
+    hardware: Hardware,
     vectors: Placement | None,
     detail: Detail,
-) -> dict[str, Any]:
-    node = nodes[number]
-    values = {}
-    if node.id != number:
-        values["numaNode"] = str(node.id)
-    if node.id in counted.memory_groups:
-        values["memoryGroup"] = ",".join(map(str, counted.memory_groups[node.id]))
-    if vectors is not None and number in vectors.vectors:
-        values[VECTOR] = vectors.vectors[number]
-    if detail is Detail.NODE:
-        gpus = [gpu for gpu in parts.machine.gpus if parts.zone_of(gpu.pci) == number]
-        names = dict.fromkeys(parts.group_of[gpu.pci] for gpu in gpus if gpu.pci in parts.group_of)
-        if gpus:
-            values["gpus"] = ",".join(gpu.name for gpu in gpus)
-        if names:
-            values["nvlinkGroups"] = ",".join(names)
-    zone = zone_body(f"node-{number}", "Node", values=values)
-    zone["costs"] = slit_costs(node, nodes)
-    zone["resources"] = [
-        {"name": name, **quantities(name, figures)}
-        for name, figures in counted.resources[number].items()
-    ]
-    return zone
+) -> list[dict[str, Any]]:
+    zones = []
+    for number, (node, resources) in enumerate(zip(nodes, counted.resources, strict=True)):
+        values = contents(number, hardware) if detail is Detail.NODE else {}
+        if node.id != number:
+            values["numaNode"] = str(node.id)
+        if node.id in counted.memory_groups:
+            values["memoryGroup"] = ",".join(map(str, counted.memory_groups[node.id]))
+        if vectors is not None and number in vectors.vectors:
+            values[VECTOR] = vectors.vectors[number]
+        zone = zone_body(f"node-{number}", "Node", values=values)
+        zone["costs"] = slit_costs(node, nodes)
+        zone["resources"] = [
+            {"name": name, **quantities(name, figures)} for name, figures in resources.items()
+        ]
+        zones.append(zone)
+    return zones
 
 
-def zone_body(
-    name: str, type_: str, *, parent: str | None = None, values: Mapping[str, str]
-) -> dict[str, Any]:
-    body: dict[str, Any] = {"name": name, "type": type_}
-    if parent is not None:
-        body["parent"] = parent
-    if values:
-        body["attributes"] = attributes(values)
-    return body
+def contents(number: int, hardware: Hardware) -> dict[str, str]:
+    """The names of a zone's GPUs and of their groups, where neither has a zone of its own."""
+    gpus = [gpu for gpu in hardware.machine.gpus if hardware.zone_of(gpu.pci) == number]
+    names = dict.fromkeys(
+        hardware.group_of[gpu.pci] for gpu in gpus if gpu.pci in hardware.group_of
+    )
+    values = {"gpus": ",".join(gpu.name for gpu in gpus), "nvlinkGroups": ",".join(names)}
+    return {name: value for name, value in values.items() if value}
 
 
 def slit_costs(node: NumaNode, nodes: Sequence[NumaNode]) -> list[dict[str, Any]]:
@@ -335,24 +296,6 @@ def quantities(resource: str, figures: Figures) -> dict[str, str]:
         "allocatable": write(figures.allocatable),
         "available": write(figures.available),
     }
-
-
-def binary_quantity(size_bytes: int) -> str:
-    """The canonical form that apimachinery gives a BinarySI quantity: 256Gi, 263906744Ki, 1023."""
-    power = 0
-    while size_bytes and size_bytes % 1024 == 0 and power < 6:
-        size_bytes //= 1024
-        power += 1
-    return f"{size_bytes}{('', 'Ki', 'Mi', 'Gi', 'Ti', 'Pi', 'Ei')[power]}"
-
-
-def decimal_quantity(count: int) -> str:
-    """The canonical form that apimachinery gives a DecimalSI quantity: 8, 1k."""
-    power = 0
-    while count and count % 1000 == 0 and power < 6:
-        count //= 1000
-        power += 1
-    return f"{count}{('', 'k', 'M', 'G', 'T', 'P', 'E')[power]}"
 
 
 def container_zones(
@@ -409,242 +352,16 @@ def zones_of(
     return sure
 
 
-# Zones that describe the hardware
-
-
-class Hardware:
-    """The machine and its graph with the few indexes that the zones are written from."""
-
-    def __init__(
-        self,
-        machine: Machine,
-        graph: Graph | None,
-        groups: Sequence[Group],
-        nodes: Sequence[NumaNode],
-        faults: Faults,
-        *,
-        withheld: Mapping[str, str] | None = None,
-    ) -> None:
-        self.machine = machine
-        self.graph = graph
-        self.groups = groups
-        self.faults = faults
-        self.withheld = withheld or {}
-        self.zone_of_node = {node.id: number for number, node in enumerate(nodes)}
-        self.functions = {function.address: function for function in machine.pci}
-        self.uuids = frozenset(gpu.uuid for gpu in machine.gpus if gpu.uuid is not None)
-        self.group_of = {pci: group.name for group in groups for pci in group.gpus}
-        self.name_of = {gpu.pci: gpu.name for gpu in machine.gpus}
-        answering = graph.gpus if graph is not None else ()
-        self.position = {gpu.pci: position for position, gpu in enumerate(answering)}
-        self.linked = linked_ids(graph) if graph is not None else {}
-
-    def zone_of(self, address: PciAddress | None, numa: NumaId | None = None) -> int | None:
-        """The zone of a function whose firmware or operator states its node; never an inferred
-        one. `numa` is asked where there is no function."""
-        function = self.functions.get(address) if address is not None else None
-        if function is not None:
-            stated = function.numa_from in (NumaSource.SYSFS, NumaSource.OVERRIDE)
-            numa = function.numa if stated else None
-        return self.zone_of_node.get(numa) if numa is not None else None
-
-    def zone_name(self, address: PciAddress | None, numa: NumaId | None = None) -> str | None:
-        number = self.zone_of(address, numa)
-        return None if number is None else f"node-{number}"
-
-    @cached_property
-    def switches(self) -> dict[PciAddress, str]:
-        """The upstream ports of the PCIe switches above GPUs and NICs, with their zones' names.
-
-        Counted down from the root port, every other bridge is an upstream port.
-        """
-        ends = [gpu.pci for gpu in self.machine.gpus]
-        ends += [nic.pci for nic in listed_nics(self.machine) if nic.pci is not None]
-        ports = {port for end in ends for port in self.switches_above(end)}
-        return {
-            port: f"switch-{number}" for number, port in enumerate(sorted(ports, key=pci_order))
-        }
-
-    def switches_above(self, address: PciAddress) -> list[PciAddress]:
-        """Upstream ports from the root complex down to the function."""
-        bridges: list[PciAddress] = []
-        function = self.functions.get(address)
-        while function is not None and function.parent is not None:
-            if function.parent in bridges:
-                break
-            bridges.append(function.parent)
-            function = self.functions.get(function.parent)
-        return bridges[::-1][1::2]
-
-    def parent(self, address: PciAddress | None, detail: Detail) -> str | None:
-        """The nearest switch where switches are listed, else the NUMA zone."""
-        above = self.switches_above(address) if address and detail is Detail.FULL else []
-        return self.switches[above[-1]] if above else self.zone_name(address)
-
-
-def linked_ids(graph: Graph) -> dict[DeviceId, list[DeviceId]]:
-    """The GPUs that each GPU reaches over NVLink directly, without those that reach none."""
-    return {
-        graph.ids[position]: [other for bit, other in enumerate(graph.ids) if neighbours >> bit & 1]
-        for position, neighbours in enumerate(graph.adjacent)
-        if neighbours
-    }
-
-
-def gpu_zones(parts: Hardware, detail: Detail) -> list[dict[str, Any]]:
-    return [gpu_zone(gpu, parts, detail) for gpu in parts.machine.gpus]
-
-
-def gpu_zone(gpu: Gpu, parts: Hardware, detail: Detail) -> dict[str, Any]:
-    values = {"pci": str(gpu.pci), **health(gpu, parts.faults, parts.withheld)}
-    if gpu.uuid is not None:
-        values["uuid"] = gpu.uuid
-    if gpu.pci in parts.group_of:
-        values["nvlinkGroup"] = parts.group_of[gpu.pci]
-    if detail is Detail.FULL:
-        if gpu.product is not None:
-            values["product"] = gpu.product
-        values |= {f"nvlinks.{name}": str(lanes) for name, lanes in links(gpu, parts).items()}
-        values |= link_speed(parts.functions.get(gpu.pci))
-    zone = zone_body(gpu.name, "GPU", parent=parts.parent(gpu.pci, detail), values=values)
-    costs = gpu_costs(gpu, parts) if detail is Detail.FULL else []
-    if costs:
-        zone["costs"] = costs
-    return zone
-
-
-def health(gpu: Gpu, faults: Faults, withheld: Mapping[str, str] | None = None) -> dict[str, str]:
-    """`healthy`, `degraded` or `unhealthy`, with the reasons where it is not healthy.
-
-    A fault or cordon of some slices leaves the others: the GPU is degraded.
-    """
-    found = faults.get(gpu.pci, ())
-    cordoned = withheld or {}
-    whole = gpu.pci in cordoned or (gpu.uuid or "") in cordoned
-    reasons = {fault.reason for fault in found if fault.severity is not FaultClass.INFO}
-    unhealthy = whole or any(
-        fault.severity is FaultClass.WITHHOLD and (fault.gpu_instance is None or not gpu.slices)
-        for fault in found
-    )
-    if whole or any(part.id in cordoned for part in gpu.slices):
-        reasons |= {"withheld"}
-    if gpu.lost is not None:
-        unhealthy, reasons = True, reasons | {"lost"}
-    if not reasons:
-        return {"health": "healthy"}
-    return {
-        "health": "unhealthy" if unhealthy else "degraded",
-        "healthReason": ",".join(sorted(reasons)),
-    }
-
-
-def links(gpu: Gpu, parts: Hardware) -> dict[str, int]:
-    """NVLink lanes to each other GPU, those through switches included."""
-    position = parts.position.get(gpu.pci)
-    if parts.graph is None or position is None:
-        return {}
-    return {
-        other.name: lanes
-        for other, lanes in zip(parts.graph.gpus, parts.graph.lanes[position], strict=True)
-        if lanes and other.pci != gpu.pci
-    }
-
-
-def gpu_costs(gpu: Gpu, parts: Hardware) -> list[dict[str, Any]]:
-    position = parts.position.get(gpu.pci)
-    if parts.graph is None or position is None:
+def hardware_zones(hardware: Hardware, detail: Detail) -> list[dict[str, Any]]:
+    """Those without figures, for people and tools."""
+    if detail is Detail.NODE:
         return []
-    costs = []
-    for other, peer in enumerate(parts.graph.gpus):
-        if other == position:
-            continue
-        linked = parts.graph.adjacent[position] >> other & 1
-        cost = NVLINK_COST if linked else COST.get(parts.graph.levels[position][other])
-        if cost is not None:
-            costs.append({"name": peer.name, "value": cost})
-    return costs
-
-
-def group_zones(parts: Hardware) -> list[dict[str, Any]]:
+    if detail is Detail.GPU:
+        return [*gpu_zones(hardware), *group_zones(hardware)]
     return [
-        zone_body(group.name, "NVLinkGroup", values=group_values(group, parts))
-        for group in parts.groups
+        *full_gpu_zones(hardware),
+        *group_zones(hardware),
+        *nic_zones(hardware),
+        *switch_zones(hardware),
+        *memory_zones(hardware),
     ]
-
-
-def group_values(group: Group, parts: Hardware) -> dict[str, str]:
-    def names(addresses: Iterable[PciAddress]) -> str:
-        return ",".join(parts.name_of.get(address, address) for address in addresses)
-
-    values = {"shape": group.shape.value, "gpus": names(group.gpus)}
-    if group.domain is not None:
-        values["domain"] = group.domain
-    if group.degraded:
-        values["degraded"] = names(group.degraded)
-    return values
-
-
-def listed_nics(machine: Machine) -> list[Nic]:
-    """Virtual functions are left out: they can be hundreds, and are where their card is."""
-    return [nic for nic in machine.nics if nic.physical_function is None]
-
-
-def nic_zones(parts: Hardware) -> list[dict[str, Any]]:
-    zones = []
-    for number, nic in enumerate(listed_nics(parts.machine)):
-        function = parts.functions.get(nic.pci) if nic.pci is not None else None
-        values = {"kind": nic.kind, **link_speed(function)}
-        if nic.pci is not None:
-            values["pci"] = str(nic.pci)
-        if nic.netdevs:
-            values["netdev"] = ",".join(nic.netdevs)
-        if nic.rdma:
-            values["rdma"] = ",".join(nic.rdma)
-        if nic.rate_megabits_per_s is not None:
-            values["linkSpeedGbps"] = f"{nic.rate_megabits_per_s / 1000:g}"
-        if nic.up is not None:
-            values["up"] = "true" if nic.up else "false"
-        if nic.pci is None:
-            parent = parts.zone_name(None, nic.numa)
-        else:
-            parent = parts.parent(nic.pci, Detail.FULL)
-        zones.append(zone_body(f"nic-{number}", "NIC", parent=parent, values=values))
-    return zones
-
-
-def link_speed(function: PciDevice | None) -> dict[str, str]:
-    if function is None or function.link is None:
-        return {}
-    link = function.link
-    return {"pcieLink": f"{link.gigatransfers:g} GT/s x{link.width}"}
-
-
-def switch_zones(parts: Hardware) -> list[dict[str, Any]]:
-    zones = []
-    for port, name in parts.switches.items():
-        above = parts.switches_above(port)
-        parent = parts.switches[above[-1]] if above else parts.zone_name(port)
-        zones.append(zone_body(name, "PCIeSwitch", parent=parent, values={"pci": str(port)}))
-    return zones
-
-
-def memory_zones(parts: Hardware) -> list[dict[str, Any]]:
-    zones = []
-    for node in parts.machine.numa_nodes:
-        if node.cpus:
-            continue
-        values = {"numaNode": str(node.id)}
-        if node.memory_bytes is not None:
-            values["memory"] = binary_quantity(node.memory_bytes)
-        if node.gpu is not None:
-            values["gpu"] = parts.name_of.get(node.gpu, node.gpu)
-        zone = zone_body(f"memory-{node.id}", "Memory", values=values)
-        costs = [
-            {"name": f"node-{number}", "value": node.distance[other]}
-            for other, number in parts.zone_of_node.items()
-            if other in node.distance
-        ]
-        if costs:
-            zone["costs"] = costs
-        zones.append(zone)
-    return zones
