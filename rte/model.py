@@ -320,6 +320,11 @@ class Nic:
         return (self.rdma or self.netdevs or (self.pci or "nic",))[0]
 
 
+def nic_order(nic: Nic) -> tuple[bool, tuple[int, ...], str]:
+    """The sort key that puts NICs in PCI order, those without PCI last, by name."""
+    return nic.pci is None, pci_order(nic.pci) if nic.pci else (), nic.name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """The hardware of one node. Equal when nothing changed."""
@@ -327,7 +332,7 @@ class Machine:
     numa_nodes: tuple[NumaNode, ...]  # by id
     pci: tuple[PciDevice, ...] = ()  # in PCI order
     gpus: tuple[Gpu, ...] = ()  # by number
-    nics: tuple[Nic, ...] = ()  # in PCI order, those without PCI last, by name
+    nics: tuple[Nic, ...] = ()  # by nic_order
     levels: Mapping[tuple[PciAddress, PciAddress], Level] = field(default_factory=dict)
     """What the source itself says of two GPUs (NVML's common ancestor) or of a GPU and a NIC, a
     direction each. Absent pairs are computed from the PCI tree."""
@@ -422,6 +427,12 @@ class PodUse:
     cpus: tuple[CpuId, ...] = ()  # pod-level, from PodResources' newer fields
     memory: tuple[MemoryBlock, ...] = ()
 
+    def memory_blocks(self) -> tuple[MemoryBlock, ...]:
+        """The pod's own blocks are its whole budget; its containers' are parts of that, and count
+        where there is none."""
+        of_containers = (c.memory for c in (*self.containers, *self.ended))
+        return self.memory or tuple(block for blocks in of_containers for block in blocks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
@@ -431,7 +442,7 @@ class Usage:
     memory_free: Mapping[str, Mapping[NumaId, int]] = field(default_factory=dict)
     """Resource → node → bytes, as the Memory Manager itself has it: what a block of several nodes
     takes of each depends on what was there before it. Empty where there is no such block, and where
-    the manager's file is not of the moment of this list."""
+    the manager's file is older than this list."""
 
     def device_ids(self) -> Mapping[str, frozenset[DeviceId]]:
         """The ids in use, by resource name."""

@@ -144,7 +144,7 @@ REFUSED = {
         [node(0, "1"), node(1, "1", attributes=[{"name": "numaNode", "value": "0"}])],
         "two zones are one NUMA node",
     ),
-    "a GPU's name": ([{"name": "gpu-x", "type": "GPU"}], "a GPU zone called 'gpu-x'"),
+    "a GPU's name": ([{"name": "gpu-x", "type": "GPU"}], "zone 'gpu-x': a GPU called 'gpu-x'"),
     "an address": (
         [{"name": "gpu-0", "type": "GPU", "attributes": [{"name": "pci", "value": "here"}]}],
         "zone 'gpu-0': not a PCI address: 'here'",

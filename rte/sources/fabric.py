@@ -25,14 +25,14 @@ from rte.model import (
     NvLinkEnd,
     PciAddress,
     PciDevice,
-    PciLink,
     base_units,
-    made_up_address,
+    nic_order,
     pci_address,
-    pci_order,
 )
+from rte.sources.nvlink import lane_speed
+from rte.sources.objects import gpu_number, lost, pcie_link
 from rte.sources.problem import SourceError
-from rte.sources.smi import lane_speed
+from rte.sources.tree import BRIDGE, GPU, NETWORK, Tree
 
 MAX_CPUS = 1 << 16
 MAX_SWITCHES = 64  # above each other
@@ -132,8 +132,7 @@ def fabric_machine(value: Mapping[str, Any], name: str) -> Machine:
 
 
 def machine(status: Status) -> Machine:
-    devices = functions(status)
-    numbers = {part.name: number(part) for part in status.gpus}
+    numbers = {part.name: gpu_number(part.name) for part in status.gpus}
     address = {part.name: address_of(part) for part in status.gpus}
     if len(set(numbers.values())) != len(status.gpus):
         raise ValueError("two GPUs have one number")
@@ -142,22 +141,15 @@ def machine(status: Status) -> Machine:
     owner = {node.gpu: node.id for node in nodes if node.gpu}
     return Machine(
         numa_nodes=tuple(sorted(nodes, key=lambda node: node.id)),
-        pci=tuple(devices[a] for a in sorted(devices, key=pci_order)),
+        pci=tree(status).in_order(),
         gpus=tuple(
-            gpu(part, status, lanes[part.name], owner)
+            gpu(part, numbers[part.name], status, lanes[part.name], owner)
             for part in sorted(status.gpus, key=lambda part: numbers[part.name])
         ),
         nics=nics(status),
         driver=status.driver,
         unknown=tuple(unknown(status)),
     )
-
-
-def number(part: GpuPart) -> int:
-    match = re.fullmatch("gpu-(0|[1-9][0-9]{0,3})", part.name)
-    if match is None:
-        raise ValueError(f"a GPU called {part.name[:60]!r}; expected gpu-0")
-    return int(match[1])
 
 
 def address_of(part: Placed) -> PciAddress:
@@ -198,65 +190,70 @@ def unknown(status: Status) -> Iterator[str]:
 # Places
 
 
-def functions(status: Status) -> dict[PciAddress, PciDevice]:
-    """The PCI tree. Ports of switches that the object leaves out get addresses that are made up."""
+def tree(status: Status) -> Tree:
+    """The PCI tree. Raises ValueError for parts that cannot all be where they say."""
+    found = Tree()
     switches = {part.name: part for part in status.switches}
-    found: dict[PciAddress, PciDevice] = {}
-    ports = iter(range(1, 1 << 16))
-
-    def port(root: str, parent: PciAddress | None) -> PciAddress:
-        address = made_up_address(next(ports))
-        found[address] = PciDevice(
-            address=address, root=root, parent=parent, vendor=0, device=0, class_code=0x060400
-        )
-        return address
-
-    def add(part: Placed, *, vendor: int, class_code: int, depth: int = 0) -> PciAddress:
-        address = address_of(part)
-        root = part.root or f"pci{address.rpartition(':')[0]}"
-        if address in found:
-            if class_code == 0x060400 and found[address].is_bridge:
-                return address
-            raise ValueError(f"{part.name}: {address} is there twice")
-        if depth > MAX_SWITCHES:
-            raise ValueError(f"{part.name}: below itself, or too deep")
-        parent = None
-        above = switches.get(part.switch) if part.switch else None
-        if above is not None:
-            upstream = add(above, vendor=0, class_code=0x060400, depth=depth + 1)
-            parent = port(root, upstream)
-        elif class_code == 0x060400:
-            parent = port(root, None)  # a switch hangs from a root port
-        numa = None if part.numa_node is None else NumaId(part.numa_node)
-        if address in found:
-            raise ValueError(f"{part.name}: {address} is there twice")
-        found[address] = PciDevice(
-            address=address,
-            root=root,
-            parent=parent,
-            vendor=vendor,
-            device=0,
-            class_code=class_code,
-            numa=numa,
-            numa_from=None if numa is None else part.numa_from or NumaSource.SOURCE,
-            link=link(part.pcie_link),
-            driver="nvidia" if vendor == NVIDIA_VENDOR else None,
-        )
-        return address
-
-    for part in status.switches:
-        add(part, vendor=0, class_code=0x060400)
+    for switch in status.switches:
+        add_switch(switch, switches, found)
     for gpu_part in status.gpus:
-        add(gpu_part, vendor=NVIDIA_VENDOR, class_code=0x030200)
+        add(gpu_part, switches, found, vendor=NVIDIA_VENDOR, class_code=GPU)
     for nic_part in status.nics:
         if nic_part.pci is not None:
-            add(nic_part, vendor=0, class_code=0x020000)
+            add(nic_part, switches, found, vendor=0, class_code=NETWORK)
     return found
 
 
-def link(text: str) -> PciLink | None:
-    match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9])?) GT/s x([0-9]{1,2})", text)
-    return PciLink(gigatransfers=float(match[1]), width=int(match[2])) if match else None
+def add_switch(
+    part: Placed, switches: Mapping[str, Placed], found: Tree, *, depth: int = 0
+) -> PciAddress:
+    """The upstream port of a switch; it hangs from a port of the switch above, or a root port."""
+    address = address_of(part)
+    known = found.devices.get(address)
+    if known is not None and known.is_bridge:
+        return address
+    if depth > MAX_SWITCHES:
+        raise ValueError(f"{part.name}: below itself, or too deep")
+    above = switches.get(part.switch or "")
+    upstream = None if above is None else add_switch(above, switches, found, depth=depth + 1)
+    place(part, found.add_port(root(part), upstream), found, vendor=0, class_code=BRIDGE)
+    return address
+
+
+def add(
+    part: Placed, switches: Mapping[str, Placed], found: Tree, *, vendor: int, class_code: int
+) -> None:
+    """A function below a port of its switch, or of the root complex itself."""
+    above = switches.get(part.switch or "")
+    parent = None
+    if above is not None:
+        parent = found.add_port(root(part), add_switch(above, switches, found))
+    place(part, parent, found, vendor=vendor, class_code=class_code)
+
+
+def root(part: Placed) -> str:
+    return part.root or f"pci{address_of(part).rpartition(':')[0]}"
+
+
+def place(
+    part: Placed, parent: PciAddress | None, found: Tree, *, vendor: int, class_code: int
+) -> None:
+    address = address_of(part)
+    if address in found.devices:
+        raise ValueError(f"{part.name}: {address} is there twice")
+    numa = None if part.numa_node is None else NumaId(part.numa_node)
+    found.devices[address] = PciDevice(
+        address=address,
+        root=root(part),
+        parent=parent,
+        vendor=vendor,
+        device=0,
+        class_code=class_code,
+        numa=numa,
+        numa_from=None if numa is None else part.numa_from or NumaSource.SOURCE,
+        link=pcie_link(part.pcie_link),
+        driver="nvidia" if vendor == NVIDIA_VENDOR else None,
+    )
 
 
 # GPUs
@@ -264,15 +261,16 @@ def link(text: str) -> PciLink | None:
 
 def gpu(
     part: GpuPart,
+    number: int,
     status: Status,
     links: list[NvLinkEnd],
     owner: Mapping[PciAddress, NumaId],
 ) -> Gpu:
     return Gpu(
-        number=number(part),
+        number=number,
         pci=address_of(part),
         uuid=DeviceId(part.uuid) if part.uuid else None,
-        lost="lost" if "lost" in part.health_reason.split(",") else None,
+        lost=lost(part.health_reason),
         product=part.product,
         memory_bytes=None if part.memory is None else base_units(part.memory),
         module=part.module,
@@ -340,6 +338,4 @@ def nics(status: Status) -> tuple[Nic, ...]:
         )
         for part in status.nics
     ]
-    return tuple(
-        sorted(found, key=lambda n: (n.pci is None, pci_order(n.pci) if n.pci else (), n.name))
-    )
+    return tuple(sorted(found, key=nic_order))

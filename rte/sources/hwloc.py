@@ -28,6 +28,7 @@ from rte.model import (
     pci_address,
     pci_order,
 )
+from rte.sources.nvlink import lane_speed
 from rte.sources.problem import SourceError
 from rte.sources.xml import Element
 
@@ -432,13 +433,6 @@ def links(
         NvLinkEnd(peer=peer, remote=remote, lanes=ends[peer, remote], lane_megabytes_per_s=speed)
         for peer, remote in sorted(ends, key=lambda end: (end[0], end[1] or ""))
     )
-
-
-def lane_speed(model: str | None) -> int:
-    """What hwloc takes a lane for: by generation 20, 25 or 50 GB/s."""
-    if model and re.search(r"\bP100\b", model):
-        return 20_000
-    return 50_000 if model and re.search(r"\bG?B[123]00\b", model) else 25_000
 
 
 # NICs

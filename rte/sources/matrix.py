@@ -13,6 +13,7 @@ from itertools import combinations, islice
 from typing import NamedTuple
 
 from rte.model import Level, NumaId
+from rte.sources.nvlink import MOST_LANES
 from rte.sources.paste import (
     CELL,
     DEVICE,
@@ -38,7 +39,6 @@ MAX_NAME = 64
 MAX_COLUMNS = 1024
 MAX_GPUS = 128
 NUMA_IDS = 1024  # the kernel's greatest CONFIG_NODES_SHIFT
-MOST_LANES = 18  # of one GPU until NVLink 5; whoever has more "to each" has them to switches
 
 LEVELS = {
     "PIX": Level.PIX,

@@ -26,17 +26,17 @@ from rte.model import (
     PciAddress,
     PciDevice,
     PciLink,
-    made_up_address,
+    nic_order,
     pci_address,
     pci_order,
 )
 from rte.sources.problem import SourceError
+from rte.sources.tree import BRIDGE, GPU, Tree
 from rte.sources.xml import Element
 
 MAX_FUNCTIONS = 2048
 MAX_GPUS = 128
-MOST_LANES = 36  # NVML's NVML_NVLINK_MAX_LINKS
-BRIDGE = 0x060400
+MAX_LANES = 36  # NVML's NVML_NVLINK_MAX_LINKS
 NETDEV = re.compile(r"(eth|en|ib|bond|veth|docker|vlan|br|lo|wl|usb)[a-z0-9.\-]*")
 NVSWITCH, NPU = 0x068000, 0x068001
 
@@ -46,14 +46,13 @@ class Found:
     """What was read so far."""
 
     name: str
-    devices: dict[PciAddress, PciDevice] = field(default_factory=dict)
+    tree: Tree = field(default_factory=Tree)
     gpus: dict[PciAddress, Element] = field(default_factory=dict)  # their <gpu>, if they have one
     bare: list[PciAddress] = field(default_factory=list)  # GPUs without a <gpu>
     nics: list[Nic] = field(default_factory=list)
     nodes: dict[NumaId, NumaNode] = field(default_factory=dict)
     classless: list[PciAddress] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    ports: int = 0
 
 
 def nccl_machine(root: Element, name: str) -> Machine:
@@ -68,7 +67,7 @@ def nccl_machine(root: Element, name: str) -> Machine:
         )
     for cpu in root.all("cpu"):
         read_cpu(cpu, found)
-    if not found.devices and not found.nodes:
+    if not found.tree.devices and not found.nodes:
         raise SourceError(f"{name}: line {root.line}: a <system> without <cpu> and <pci>")
     return assembled(found)
 
@@ -124,14 +123,14 @@ def read_pci(
     if class_code is None:
         class_code = BRIDGE if below else 0
     if parent is not None:
-        parent = downstream_port(found, root, parent, node)
+        parent = found.tree.add_port(root, parent, numa=node)
     vendor = hexadecimal(element, "vendor", found)
     has_gpu = any(child.tag == "gpu" for child in element.children)
     display = class_code >> 8 in (0x0300, 0x0302)
     if vendor is None and (has_gpu or display):
         vendor = NVIDIA_VENDOR
     if has_gpu and not display:
-        class_code = 0x030200
+        class_code = GPU
     add(
         found,
         element,
@@ -158,7 +157,7 @@ def read_pci(
 
 def note_kind(element: Element, found: Found, address: PciAddress) -> None:
     """What the function is beside a function."""
-    device = found.devices[address]
+    device = found.tree.devices[address]
     gpu = next(element.all("gpu"), None)
     if gpu is not None:
         if device.vendor != NVIDIA_VENDOR:
@@ -205,28 +204,12 @@ def fastest(nets: list[Element], found: Found) -> int | None:
     return max((integer(net, "speed", found, default=0) for net in nets), default=0) or None
 
 
-def downstream_port(found: Found, root: str, switch: PciAddress, node: NumaId | None) -> PciAddress:
-    found.ports += 1
-    address = made_up_address(found.ports)
-    found.devices[address] = PciDevice(
-        address=address,
-        root=root,
-        parent=switch,
-        vendor=0,
-        device=0,
-        class_code=BRIDGE,
-        numa=node,
-        numa_from=None if node is None else NumaSource.SOURCE,
-    )
-    return address
-
-
 def add(found: Found, element: Element, device: PciDevice) -> None:
-    if device.address in found.devices:
+    if device.address in found.tree.devices:
         raise refused(found, element, f"{device.address} is there twice")
-    if len(found.devices) >= 2 * MAX_FUNCTIONS:
+    if len(found.tree.devices) >= 2 * MAX_FUNCTIONS:
         raise refused(found, element, f"more than {MAX_FUNCTIONS} functions")
-    found.devices[device.address] = device
+    found.tree.devices[device.address] = device
 
 
 # Attributes
@@ -300,24 +283,18 @@ def assembled(found: Found) -> Machine:
         gpu(number, address, found, frozenset(addresses))
         for number, address in enumerate(addresses)
     )
-    devices = tuple(found.devices[a] for a in sorted(found.devices, key=pci_order))
     return Machine(
         numa_nodes=tuple(found.nodes[id] for id in sorted(found.nodes)),
-        pci=devices,
+        pci=found.tree.in_order(),
         gpus=gpus,
-        nics=tuple(
-            sorted(
-                found.nics,
-                key=lambda nic: (nic.pci is None, pci_order(nic.pci) if nic.pci else (), nic.name),
-            )
-        ),
+        nics=tuple(sorted(found.nics, key=nic_order)),
         unknown=tuple(dict.fromkeys([*found.unknown, *unknown(found, gpus)])),
     )
 
 
 def gpu(number: int, address: PciAddress, found: Found, ours: frozenset[PciAddress]) -> Gpu:
     element = found.gpus.get(address)
-    device = found.devices[address]
+    device = found.tree.devices[address]
     index = integer(element, "dev", found, default=-1) if element else -1
     return Gpu(
         number=number,
@@ -347,8 +324,8 @@ def links(
     for child in element.all("nvlink"):
         end = far_end(child, near, found, ours)
         count = integer(child, "count", found, default=1)
-        if not 0 < count <= MOST_LANES:
-            raise refused(found, child, f"count {count}: expected 1 to {MOST_LANES} lanes")
+        if not 0 < count <= MAX_LANES:
+            raise refused(found, child, f"count {count}: expected 1 to {MAX_LANES} lanes")
         if end is None:
             whom = child.get("target")[:20]
             where = "itself" if whom == near else f"{whom!r}, no GPU of this file"
@@ -403,13 +380,13 @@ def unknown(found: Found, gpus: tuple[Gpu, ...]) -> Iterator[str]:
             f"what {len(found.classless)} functions are ({found.classless[0]} …): the file gives "
             "bus ids only, and NCCL looks the rest up on the machine"
         )
-    if any(found.devices[a].device == 0 for a in found.bare):
+    if any(found.tree.devices[a].device == 0 for a in found.bare):
         yield "makers of some GPUs: taken for NVIDIA's, as the file is for NCCL"
     if gpus and not any(gpu.links for gpu in gpus):
         yield "NVLinks: the file states none that lead to its GPUs; NCCL asks the driver"
     if not all(node.cpus_known for node in found.nodes.values()):
         yield "CPUs of some NUMA nodes"
-    if any(device.numa is None for device in found.devices.values()):
+    if any(device.numa is None for device in found.tree.devices.values()):
         yield "NUMA nodes of some functions: numaid is -1"
     if any(not (nic.rdma or nic.netdevs) for nic in found.nics):
         yield "names and kinds of some NICs: the file gives their bus ids only"

@@ -28,19 +28,19 @@ from rte.model import (
     NvLinkEnd,
     PciAddress,
     PciDevice,
-    PciLink,
     base_units,
     made_up_address,
+    nic_order,
     pci_address,
-    pci_order,
 )
+from rte.sources.nvlink import lane_speed, link_ends
+from rte.sources.objects import gpu_number, lost, pcie_link
 from rte.sources.problem import SourceError
-from rte.sources.smi import lane_speed, link_ends
+from rte.sources.tree import BRIDGE, GPU, NETWORK, Tree
 
 MAX_ZONES = 4096
 MAX_GPUS = 128
 MAX_DEPTH = 32
-GPU_NAME = "gpu-(0|[1-9][0-9]{0,3})"
 GPU_RESOURCE = "nvidia.com/gpu"
 LEVELS = {10: Level.PIX, 20: Level.PXB, 30: Level.PHB, 40: Level.NODE, 50: Level.SYS}
 
@@ -60,8 +60,7 @@ class Found:
     name: str
     zones: Mapping[str, Zone]
     addresses: dict[str, PciAddress] = field(default_factory=dict)  # by zone's or GPU's name
-    devices: dict[PciAddress, PciDevice] = field(default_factory=dict)
-    ports: int = 1 << 12
+    tree: Tree = field(default_factory=Tree)
     unknown: list[str] = field(default_factory=list)
 
     def of(self, type_: str) -> list[Zone]:
@@ -80,11 +79,9 @@ def nrt_machine(value: Mapping[str, Any], name: str) -> Machine:
     owner = {node.gpu: node.id for node in memory if node.gpu}
     return Machine(
         numa_nodes=tuple(sorted((*nodes.values(), *memory), key=lambda node: node.id)),
-        pci=tuple(found.devices[a] for a in sorted(found.devices, key=pci_order)),
+        pci=found.tree.in_order(),
         gpus=tuple(replace(gpu, memory_node=owner.get(gpu.pci)) for gpu in gpus),
-        nics=tuple(
-            sorted(nics, key=lambda n: (n.pci is None, pci_order(n.pci) if n.pci else (), n.name))
-        ),
+        nics=tuple(sorted(nics, key=nic_order)),
         levels=dict(levels(found)),
         unknown=tuple(dict.fromkeys([*found.unknown, *unknown(found, gpus)])),
     )
@@ -189,7 +186,7 @@ def switch(
     address = address_of(zone, found)
     if address is None:
         return None
-    hang(zone, address, found, nodes, vendor=0, class_code=0x060400, above=(*above, zone.name))
+    hang(zone, address, found, nodes, vendor=0, class_code=BRIDGE, above=(*above, zone.name))
     return address
 
 
@@ -212,53 +209,24 @@ def hang(
     if parent is not None and parent.type == "PCIeSwitch":
         upstream = switch(parent, found, nodes, above=above)
         if upstream is not None:
-            root, numa = found.devices[upstream].root, found.devices[upstream].numa
-            found.ports += 1
-            port = made_up_address(found.ports)
-            found.devices[port] = function(
-                port, root=root, parent=upstream, numa=numa, vendor=0, class_code=0x060400
-            )
-    if address in found.devices:
+            above_it = found.tree.devices[upstream]
+            root, numa = above_it.root, above_it.numa
+            port = found.tree.add_port(root, upstream, numa=numa)
+    if address in found.tree.devices:
         raise SourceError(f"{found.name}: zone {zone.name[:60]!r}: {address} is there twice")
     found.addresses[zone.name] = address
-    found.devices[address] = function(
-        address,
-        root=root,
-        parent=port,
-        numa=numa,
-        vendor=vendor,
-        class_code=class_code,
-        link=pcie_link(zone.values.get("pcieLink", "")),
-    )
-
-
-def function(
-    address: PciAddress,
-    *,
-    root: str,
-    parent: PciAddress | None,
-    numa: NumaId | None,
-    vendor: int,
-    class_code: int,
-    link: PciLink | None = None,
-) -> PciDevice:
-    return PciDevice(
+    found.tree.devices[address] = PciDevice(
         address=address,
         root=root,
-        parent=parent,
+        parent=port,
         vendor=vendor,
         device=0,
         class_code=class_code,
         numa=numa,
         numa_from=None if numa is None else NumaSource.SOURCE,
-        link=link,
+        link=pcie_link(zone.values.get("pcieLink", "")),
         driver="nvidia" if vendor == NVIDIA_VENDOR else None,
     )
-
-
-def pcie_link(text: str) -> PciLink | None:
-    match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9])?) GT/s x([0-9]{1,2})", text)
-    return PciLink(gigatransfers=float(match[1]), width=int(match[2])) if match else None
 
 
 def address_of(zone: Zone, found: Found) -> PciAddress | None:
@@ -277,12 +245,10 @@ def address_of(zone: Zone, found: Found) -> PciAddress | None:
 def described_gpus(found: Found, nodes: Mapping[str, NumaNode]) -> tuple[Gpu, ...]:
     numbered: dict[int, Zone] = {}
     for zone in found.of("GPU"):
-        match = re.fullmatch(GPU_NAME, zone.name)
-        if match is None:
-            raise SourceError(f"{found.name}: a GPU zone called {zone.name[:60]!r}; expected gpu-0")
-        numbered[int(match[1])] = zone
-        address = address_of(zone, found) or made_up_address(int(match[1]))
-        hang(zone, address, found, nodes, vendor=NVIDIA_VENDOR, class_code=0x030200)
+        number = number_of(zone.name, zone, found)
+        numbered[number] = zone
+        address = address_of(zone, found) or made_up_address(number)
+        hang(zone, address, found, nodes, vendor=NVIDIA_VENDOR, class_code=GPU)
     if len(numbered) > MAX_GPUS:
         raise SourceError(f"{found.name}: {len(numbered)} GPUs; expected at most {MAX_GPUS}")
     links = nvlinks(found)
@@ -292,7 +258,7 @@ def described_gpus(found: Found, nodes: Mapping[str, NumaNode]) -> tuple[Gpu, ..
             number=number,
             pci=found.addresses[zone.name],
             uuid=DeviceId(uuid) if (uuid := zone.values.get("uuid")) else None,
-            lost="lost" if "lost" in zone.values.get("healthReason", "").split(",") else None,
+            lost=lost(zone.values.get("healthReason", "")),
             product=zone.values.get("product"),
             links=links.get(found.addresses[zone.name], ()),
             fabric=fabrics.get(zone.name),
@@ -301,14 +267,19 @@ def described_gpus(found: Found, nodes: Mapping[str, NumaNode]) -> tuple[Gpu, ..
     )
 
 
+def number_of(gpu: str, zone: Zone, found: Found) -> int:
+    try:
+        return gpu_number(gpu)
+    except ValueError as error:
+        raise SourceError(f"{found.name}: zone {zone.name[:60]!r}: {error}") from error
+
+
 def counted_gpus(found: Found, nodes: Mapping[str, NumaNode]) -> tuple[Gpu, ...]:
     """GPUs by name or number of each NUMA zone: with places, and without anything else."""
     zone_of: dict[int, str] = {}
     for zone in found.of("Node"):
         for name in filter(None, zone.values.get("gpus", "").split(",")):
-            if not re.fullmatch(GPU_NAME, name):
-                raise SourceError(f"{found.name}: zone {zone.name[:60]!r}: a GPU {name[:60]!r}")
-            zone_of[int(name[4:])] = zone.name
+            zone_of[number_of(name, zone, found)] = zone.name
     if not zone_of:
         for zone in found.of("Node"):
             count = quantity(zone.resources.get(GPU_RESOURCE)) or 0
@@ -324,7 +295,7 @@ def counted_gpus(found: Found, nodes: Mapping[str, NumaNode]) -> tuple[Gpu, ...]
     for number, zone_name in sorted(zone_of.items()):
         address = made_up_address(number)
         zone = Zone(f"gpu-{number}", "GPU", zone_name, {}, {}, {})
-        hang(zone, address, found, nodes, vendor=NVIDIA_VENDOR, class_code=0x030200)
+        hang(zone, address, found, nodes, vendor=NVIDIA_VENDOR, class_code=GPU)
         gpus.append(Gpu(number=number, pci=address))
     return tuple(gpus)
 
@@ -383,7 +354,7 @@ def levels(found: Found) -> Iterator[tuple[tuple[PciAddress, PciAddress], Level]
 def nic(zone: Zone, found: Found, nodes: Mapping[str, NumaNode]) -> Nic:
     address = address_of(zone, found)
     if address is not None:
-        hang(zone, address, found, nodes, vendor=0, class_code=0x020000)
+        hang(zone, address, found, nodes, vendor=0, class_code=NETWORK)
     rate = zone.values.get("linkSpeedGbps", "")
     node = nodes.get(zone.parent)
     return Nic(
@@ -404,7 +375,7 @@ def unknown(found: Found, gpus: tuple[Gpu, ...]) -> Iterator[str]:
     if found.of("GPU"):
         if not found.of("PCIeSwitch") and not any(z.costs for z in found.of("GPU")):
             yield "PCIe switches, NICs and link speeds: nrt.detail full has them, and GPUFabric"
-        if any(found.devices[gpu.pci].numa is None for gpu in gpus):
+        if any(found.tree.devices[gpu.pci].numa is None for gpu in gpus):
             yield "NUMA nodes of some GPUs: the object keeps those only that firmware states"
     elif gpus:
         if any("nvlinkGroups" in zone.values for zone in found.of("Node")):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
+from rte.model import PciLink
 from rte.sources.problem import SourceError
 
 NRT, FABRIC = "NodeResourceTopology", "GPUFabric"
@@ -33,6 +35,31 @@ def parse_object(text: str, name: str) -> dict[str, Any]:
         kind = value.get("kind") if isinstance(value, dict) else type(value).__name__
         raise SourceError(f"{name}: kind {str(kind)[:60]!r}; expected {' or '.join(KINDS)}")
     return value
+
+
+# What objects of both kinds say alike
+
+
+def gpu_number(name: str) -> int:
+    """Of a GPU's name in our objects. Raises ValueError."""
+    match = re.fullmatch("gpu-(0|[1-9][0-9]{0,3})", name)
+    if match is None:
+        raise ValueError(f"a GPU called {name[:60]!r}; expected gpu-0")
+    return int(match[1])
+
+
+def pcie_link(text: str) -> PciLink | None:
+    """Of `16 GT/s x16`, None where that is not said."""
+    match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9])?) GT/s x([0-9]{1,2})", text)
+    return PciLink(gigatransfers=float(match[1]), width=int(match[2])) if match else None
+
+
+def lost(health_reason: str) -> str | None:
+    """Why NVML does not know a GPU: our objects say no more than that it is lost."""
+    return "lost" if "lost" in health_reason.split(",") else None
+
+
+# Text
 
 
 def parse_yaml(text: str, name: str) -> Any:

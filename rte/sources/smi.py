@@ -6,7 +6,6 @@ cut off at the width of their column, and where it says NV# it does not say the 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -16,7 +15,6 @@ from rte.model import (
     DeviceId,
     Gpu,
     Level,
-    LinkPeer,
     Machine,
     Nic,
     NumaId,
@@ -29,7 +27,6 @@ from rte.model import (
 )
 from rte.sources.matrix import (
     LEVELS,
-    MOST_LANES,
     Matrix,
     gpu_number,
     is_gpu,
@@ -37,6 +34,8 @@ from rte.sources.matrix import (
     parse_matrix,
     spoken,
 )
+from rte.sources.nvlink import lane_speed, link_ends
+from rte.sources.tree import GPU, NETWORK, Tree
 
 
 def parse_smi(text: str, name: str = "matrix") -> Machine:
@@ -64,7 +63,7 @@ def machine(matrix: Matrix) -> Machine:
             root="",
             vendor=NVIDIA_VENDOR if is_gpu(name) else 0,
             device=0,
-            class_code=0x030200 if is_gpu(name) else 0x020000,
+            class_code=GPU if is_gpu(name) else NETWORK,
             numa=numa.get(name),
             numa_from=source(name, numa, inferred),
             driver="nvidia" if is_gpu(name) else None,
@@ -133,24 +132,10 @@ def hung(
     def together(least: Level) -> list[list[int]]:
         return classes(names, {pair for pair, level in levels.items() if level >= least}, levels)
 
-    ports = iter(range(1 << 12, 1 << 16))
-    found: list[PciDevice] = []
+    tree = Tree()
 
     def port(root: str, parent: PciAddress | None, numa: NumaId | None) -> PciAddress:
-        address = made_up_address(next(ports))
-        found.append(
-            PciDevice(
-                address=address,
-                root=root,
-                parent=parent,
-                vendor=0,
-                device=0,
-                class_code=0x060400,
-                numa=numa,
-                numa_from=None if numa is None else NumaSource.RELATION,
-            )
-        )
-        return address
+        return tree.add_port(root, parent, numa=numa, numa_from=NumaSource.RELATION)
 
     root_of = {i: f"pci{n}" for n, c in enumerate(together(Level.PHB)) for i in c}
     switches = together(Level.PIX)
@@ -165,11 +150,9 @@ def hung(
             upstream = top if len(inner) == 1 else port(root, port(root, top, numa), numa)
             for i in members:
                 parent[i] = port(root, upstream, numa)
-    leaves = [
-        replace(function, root=root_of[i], parent=parent.get(i))
-        for i, function in enumerate(functions)
-    ]
-    return (*leaves, *found)
+    for i, function in enumerate(functions):
+        tree.devices[function.address] = replace(function, root=root_of[i], parent=parent.get(i))
+    return tree.in_order()
 
 
 def classes(
@@ -206,46 +189,6 @@ def nvlinks(
     speed = {address[gpu]: lane_speed(matrix.products.get(gpu)) for gpu in matrix.gpus}
     found = link_ends(row, speed)
     return {gpu: found[address[gpu]] for gpu in matrix.gpus}
-
-
-def link_ends(
-    row: Mapping[PciAddress, Mapping[PciAddress, int]], speed: Mapping[PciAddress, int]
-) -> Mapping[PciAddress, tuple[NvLinkEnd, ...]]:
-    """The ends of NVLinks behind what each GPU says of its lanes to each other.
-
-    Lanes to switches where a GPU would else have more than there are, else to each GPU.
-    """
-    own = {a: max(row[a].values(), default=0) for a in row}
-    switched = {a for a in row if sum(row[a].values()) > MOST_LANES}
-    # All or none, and only if switches explain every cell: what is said is never smoothed.
-    reached = {b for a in switched for b, n in row[a].items() if n} | switched
-    explained = all(
-        row[a][b] == (min(own[a], own[b]) if b in reached else 0) for a in reached for b in row[a]
-    )
-
-    def ends(gpu: PciAddress) -> Iterator[NvLinkEnd]:
-        if explained and gpu in reached:
-            yield NvLinkEnd(peer=LinkPeer.SWITCH, lanes=own[gpu], lane_megabytes_per_s=speed[gpu])
-            return
-        for other, count in row[gpu].items():
-            if count:
-                yield NvLinkEnd(
-                    peer=LinkPeer.GPU,
-                    remote=other,
-                    lanes=count,
-                    lane_megabytes_per_s=speed[gpu],
-                )
-
-    return {gpu: tuple(ends(gpu)) for gpu in row}
-
-
-def lane_speed(product: str | None) -> int:
-    """MB/s one way of an NVLink lane; 25 GB/s unless the product is known for another."""
-    if product and re.search(r"\bP100\b", product):
-        return 20_000
-    if product and re.search(r"\bG?B[123]00\b", product):
-        return 50_000
-    return 25_000
 
 
 def unknown(matrix: Matrix) -> Iterator[str]:
