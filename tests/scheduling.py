@@ -329,7 +329,9 @@ class RealNode:
         self.kubelet = start_kubelet(config, machine=kubelet_machine(machine))
         self.api, pods_api = client(cluster.real), client(cluster.real)
         self.channel = usage.channel(self.kubelet.pod_resources)
-        self.pods = PodWatch(pods_api, name, lambda: self.agent.wake(Reason.PODS))
+        self.pods = PodWatch(
+            pods_api, name, lambda: self.agent.wake(Reason.PODS), lambda problem: None
+        )
         self.graph = build(machine)
         self.options = options or {}
         self.allocatable: dict[str, int] = {}

@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import urllib3
 import yaml
 
+from rte.agent import UNREADY
+from rte.commands.advice import do
 from tests.daemon_process import DaemonProcess
 from tests.fake_nvml import XID
-from tests.real_apiserver import ApiServer
+from tests.real_apiserver import MERGE, ApiServer
 from tests.small_kubelet import GPUS
+from tests.test_deployed import free_port
+
+ROOT = Path(__file__).parents[1]
+CRDS = [ROOT / "crds" / kind / "crd.yaml" for kind in ("noderesourcetopology", "gpufabric")]
+NUMBERS = itertools.count()
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[DaemonProcess]:
     """A node with a kubelet whose policies are the sample's, and no daemon yet."""
-    with DaemonProcess(tmp_path) as node:
-        kubelet = {
-            "apiVersion": "kubelet.config.k8s.io/v1beta1",
-            "kind": "KubeletConfiguration",
-            "topologyManagerPolicy": "single-numa-node",
-            "cpuManagerPolicy": "static",
-            "memoryManagerPolicy": "Static",
-        }
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(kubelet))
-        node.config["kubelet"]["configFile"] = str(tmp_path / "config.yaml")
-        node.write_config()
+    node = DaemonProcess(tmp_path)
+    kubelet = {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "topologyManagerPolicy": "single-numa-node",
+        "cpuManagerPolicy": "static",
+        "memoryManagerPolicy": "Static",
+    }
+    # Before the kubelet starts: a file that is younger than its socket is not what it works by.
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(kubelet))
+    node.config["kubelet"]["configFile"] = str(tmp_path / "config.yaml")
+    node.write_config()
+    with node:
         yield node
 
 
@@ -209,3 +221,153 @@ def test_definitions_and_rights_are_asked_where_a_kubeconfig_is_given(
     node.config["api"] = {"kubeconfig": str(node.folder / "none")}
     node.write_config()
     assert "api" in subjects(doctor(node)[1])
+
+
+# What the publisher's bad states look like
+
+
+@pytest.fixture
+def both(node: DaemonProcess, apiserver: ApiServer) -> Iterator[DaemonProcess]:
+    """A daemon of both roles that publishes to an API server."""
+    apiserver.apply_files(*CRDS)
+    node.role = "run"
+    node.config["nodeName"] = f"doctor-{next(NUMBERS)}"
+    file = apiserver.write_kubeconfig(node.folder / "kubeconfig", token=apiserver.token)
+    node.config["api"] = {"kubeconfig": str(file)}
+    node.config["kubelet"]["poll"] = 0.3
+    node.config["nrt"] = {"reread": 0.5}
+    node.config["http"] = {"address": "127.0.0.1", "port": free_port()}
+    apiserver.create_node(node.config["nodeName"])
+    yield node
+    node.end()
+    apiserver.apply_files(*CRDS)  # where a test has taken one away
+
+
+def get(node: DaemonProcess, path: str) -> str:
+    try:
+        answer = urllib3.request(
+            "GET", f"http://127.0.0.1:{node.config['http']['port']}{path}", retries=False
+        )
+    except urllib3.exceptions.HTTPError:
+        return ""
+    return answer.data.decode()
+
+
+def until_ready(node: DaemonProcess) -> DaemonProcess:
+    node.until(lambda: get(node, "/readyz") == "ready\n", "ready")
+    return node
+
+
+def path_of(node: DaemonProcess) -> str:
+    return f"/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/{node.config['nodeName']}"
+
+
+def break_kubelet(node: DaemonProcess, apiserver: ApiServer) -> None:
+    node.pods.stop()
+
+
+def break_state_file(node: DaemonProcess, apiserver: ApiServer) -> None:
+    (node.folder / "cpu_manager_state").write_text("not the kubelet's")
+
+
+def change_kubelet_configuration(node: DaemonProcess, apiserver: ApiServer) -> None:
+    file = Path(node.config["kubelet"]["configFile"])
+    changed = {**yaml.safe_load(file.read_text()), "topologyManagerPolicy": "restricted"}
+    fresh = file.with_name("fresh")
+    fresh.write_text(yaml.safe_dump(changed))
+    fresh.replace(file)
+
+
+def write_too(node: DaemonProcess, apiserver: ApiServer) -> None:
+    path = f"{path_of(node)}?fieldManager=other-exporter"
+    zones = apiserver.get(path_of(node))["zones"]
+    apiserver.ask("PATCH", path, {"zones": zones[:1]}, content_type=MERGE)
+
+
+def take_definition(node: DaemonProcess, apiserver: ApiServer) -> None:
+    apiserver.request("DELETE", DEFINITION)
+    node.write_config(nrt={**node.config["nrt"], "detail": "node"})  # something to write
+
+
+BAD_STATES = {
+    "kubelet": break_kubelet,
+    "state files": break_state_file,
+    "kubelet configuration": change_kubelet_configuration,
+    "another writer": write_too,
+    "API server": take_definition,
+}
+DEFINITION = (
+    "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/"
+    "noderesourcetopologies.topology.node.k8s.io"
+)
+
+
+@pytest.mark.parametrize(("subject", "spoil"), BAD_STATES.items(), ids=list(BAD_STATES))
+def test_each_bad_state_is_one_line_that_says_what_to_do(
+    both: DaemonProcess,
+    apiserver: ApiServer,
+    subject: str,
+    spoil: Callable[[DaemonProcess, ApiServer], None],
+) -> None:
+    until_ready(both.start())
+    status, found = doctor(both)
+    assert (status, subjects(found)) == (0, set()), found
+    spoil(both, apiserver)
+    problem = f'rte_problem{{subject="{subject}"}} 1.0'
+    both.until(lambda: problem in get(both, "/metrics"), problem)
+    status, found = doctor(both)
+    assert status == 1
+    (line,) = found[subject]
+    assert line["do"] == do(subject)
+    assert "\n" not in line["what"]
+    readiness = get(both, "/readyz")
+    if subject in UNREADY:
+        assert re.search(rf"^{subject}: .*; {re.escape(do(subject))}$", readiness, re.MULTILINE)
+    else:
+        assert readiness == "ready\n"
+    if subject == "another writer":
+        assert "'other-exporter'" in line["what"]
+    if subject == "API server":
+        assert "is the custom resource definition installed?" in line["what"]
+        assert "kubectl apply" in found["crd"][0]["do"]
+
+
+def test_what_is_chosen_to_be_so_is_said_as_advice(both: DaemonProcess) -> None:
+    both.config["nrt"] |= {
+        "exclude": [GPUS],
+        "podExclude": [{"namespacePattern": "spare-*"}],
+        "echo": 0,
+        "fingerprint": {"watchPods": False},
+    }
+    until_ready(both.start())
+    status, found = doctor(both)
+    assert (status, subjects(found)) == (0, set()), found
+    said = {row["what"] for name in ("excluded", "echo", "fingerprint") for row in found[name]}
+    for words in (GPUS, "1 patterns", "nrt.echo: 0", "PodResources"):
+        assert any(words in each for each in said), words
+    both.end()
+    both.write_config(nrt={"publish": False})
+    (only,) = doctor(both)[1]["publish"]
+    assert only["level"] == "advice"
+
+
+def test_an_object_that_misleads_is_named_also_without_a_daemon(
+    both: DaemonProcess, apiserver: ApiServer
+) -> None:
+    both.write_config()
+    assert "no NodeResourceTopology" in doctor(both)[1]["object"][0]["what"]
+    body = {
+        "apiVersion": "topology.node.k8s.io/v1alpha2",
+        "kind": "NodeResourceTopology",
+        "metadata": {"name": both.config["nodeName"]},
+        "attributes": [{"name": "staleSince", "value": "2026-11-29T00:00:00Z"}],
+        "zones": [],
+    }
+    apiserver.create(f"{path_of(both).rpartition('/')[0]}?fieldManager=other-exporter", body)
+    said = [row["what"] for row in doctor(both)[1]["object"]]
+    assert said[0] == "nothing has been known of the node since 2026-11-29T00:00:00Z"
+    assert said[1] == "states no policy: schedulers let every pod through"
+    assert said[2].startswith("last written by 'other-exporter', at ")
+    assert said[3].startswith(f"does not belong to the Node {both.config['nodeName']}")
+    both.write_config(nodeName="unheard-of")
+    assert "no Node unheard-of" in doctor(both)[1]["node"][0]["what"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 DO: Mapping[str, str] = {
     "kubelet": "is it running, and its folder mounted? `rte doctor` tries its sockets",
     "API server": "`rte doctor` tries each right and each definition",
-    "policy": "name its file by kubelet.configFile, or state kubelet.topologyManagerPolicy",
+    "policy": "is kubelet.configFile right? Or state kubelet.topologyManagerPolicy",
     "hardware": "`rte doctor` looks at sysfs and NVML",
     "publication": "another line here, or the log, says why",
     "plugin": "the log says what the kubelet answered; is another plugin there for the resource?",

@@ -25,6 +25,7 @@ from plugin.life import DevicePlugin
 from plugin.service import TOOK_BUCKETS_S
 from rte import __version__
 from rte.commands import parts
+from rte.commands.advice import do
 from rte.commands.cordons import Cordons
 from rte.commands.pages import pages
 from rte.commands.parts import Refused
@@ -386,8 +387,8 @@ class Daemon:
             "roles": self.roles,
             "released": self.hardware.worker.released,
             "nvmlAgeSeconds": self.hardware.worker.age_s,
-            "problems": list(self.hardware.problems),
-            "notReady": dict(self.not_ready()),
+            "problems": self.problems(),
+            "disagreement": None if self.publisher is None else self.publisher.disagreement(),
             "withheld": dict(self.cordons.now),
             "configuration": self.cordons.problem or self.refused,
             "outgrown": self.outgrown,
@@ -439,7 +440,16 @@ class Daemon:
         return groups(graph, by=self.config.groups.by, names=self.config.groups.names)
 
     def not_ready(self) -> Mapping[str, str]:
-        """What is wrong, by subject; empty when the daemon does its work."""
+        """What keeps the daemon from its work, by subject, and what to do; empty: nothing."""
+        return {subject: f"{words}; {do(subject)}" for subject, words in self._in_the_way().items()}
+
+    def problems(self) -> dict[str, str]:
+        """All that is wrong, by subject, whether it is in the way or not."""
+        publisher = self.publisher
+        current = {} if publisher is None else publisher.agent.problems.current()
+        return {subject: str(each) for subject, each in current.items()} | self._in_the_way()
+
+    def _in_the_way(self) -> dict[str, str]:
         found = {} if self.publisher is None else dict(self.publisher.agent.not_ready())
         if self.hardware.latest is None:
             found["hardware"] = "; ".join(self.hardware.problems) or "no reading yet"

@@ -7,11 +7,13 @@ import json
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rte.commands import node, parts
+from rte.commands.advice import do
 from rte.commands.options import add_options, configuration
 from rte.config import Config
 from rte.control import NAME as CONTROL
@@ -28,6 +30,10 @@ from rte.kubelet.watch import watch
 from rte.model import FaultClass, Machine, Policy, TopologyManagerPolicy
 from rte.publish.access import ApiError
 from rte.publish.apply import ApiServer
+from rte.publish.fabric import API_VERSION as FABRIC_VERSION
+from rte.publish.nrt import API_VERSION as NRT_VERSION
+from rte.publish.patch import STALE
+from rte.publish.publisher import last_foreign_writer
 
 CALL_S = 5.0
 WRONG, ADVICE = "wrong", "advice"
@@ -97,6 +103,7 @@ def findings(config: Config) -> Iterator[Finding]:
         yield from iommu_findings(Path(config.host.sysfs))
     yield from kubelet_findings(config)
     yield from watch_findings(config)
+    yield from choice_findings(config, state)
     yield from api_findings(config)
 
 
@@ -126,9 +133,9 @@ def daemon_findings(state: State | None, config: Config) -> Iterator[Finding]:
         yield wrong("driver", state["outgrown"], "wait for the new container")
     if state["configuration"]:
         yield wrong("configuration", state["configuration"], "repair the file; the old one counts")
-    for subject, words in state["notReady"].items():
-        if subject != "hardware":
-            yield wrong(subject, words, "the daemon's log has the whole story")
+    for subject, words in state["problems"].items():
+        if subject != "hardware":  # looked at below
+            yield wrong(subject, words, do(subject))
     for device, reason in state["withheld"].items():
         yield advice(
             "cordon",
@@ -317,6 +324,17 @@ def registration_findings(config: Config) -> Iterator[Finding]:
             f"the kubelet has no healthy device of {domain}",
             "see the plugin's log; one plugin a resource: is another one running?",
         )
+    nowhere = Counter(
+        device.resource
+        for device in listed.devices
+        if not device.numa and not device.resource.startswith(f"{domain}/")
+    )
+    for resource, count in sorted(nowhere.items()):
+        yield advice(
+            "numa",
+            f"{count} devices of {resource} have no NUMA node: kubelet and schedulers align none",
+            "see whether its plugin can be told to say it",
+        )
 
 
 def read_kubelet_policy(config: Config) -> Policy | None:
@@ -360,6 +378,49 @@ def watch_findings(config: Config) -> Iterator[Finding]:
         yield wrong("device-plugins", f"{config.plugin_dir} cannot be written", "mount it writable")
 
 
+# What was chosen to be so
+
+
+def choice_findings(config: Config, state: State | None) -> Iterator[Finding]:
+    """Options by which a scheduler is told less than there is."""
+    nrt, name = config.nrt, parts.node_name(config)
+    if not nrt.publish:
+        yield advice("publish", "nothing is written (nrt.publish: false)", "set it to true")
+        return
+    hidden = sorted(set(parts.excluded_resources(config, name)))
+    if hidden:
+        yield advice(
+            "excluded",
+            f"no zone lists {', '.join(hidden)}: a scheduler places them by node only",
+            "take them out of nrt.exclude and nrt.resourceExclude, unless that is meant",
+        )
+    if nrt.pod_exclude:
+        yield advice(
+            "excluded",
+            f"what pods of {len(nrt.pod_exclude)} patterns hold is called available",
+            "take them out of nrt.podExclude, unless they may be evicted",
+        )
+    if not nrt.echo:
+        yield advice(
+            "echo",
+            "pods that wait are not woken (nrt.echo: 0): up to five minutes behind a release",
+            "set nrt.echo above the scheduler's cacheResyncPeriodSeconds, unless it has no cache",
+        )
+    if not nrt.fingerprint.watch_pods:
+        yield advice(
+            "fingerprint",
+            "goes by PodResources: pods that have ended and are still there, and Guaranteed pods "
+            "without CPUs of their own, keep a scheduler with a cache waiting",
+            "set nrt.fingerprint.watchPods, which takes the right to list and watch pods",
+        )
+    elif state is not None and state["disagreement"]:
+        yield advice(
+            "fingerprint",
+            "PodResources alone would give another one now",
+            "nothing, while nrt.fingerprint.watchPods is set: the pods' own facts count",
+        )
+
+
 # The API server
 
 Right = tuple[str, str, str]  # API group, resource, verb
@@ -392,7 +453,7 @@ def api_findings(config: Config) -> Iterator[Finding]:
             yield wrong("api", str(error), "see api.kubeconfig")
         return
     try:
-        yield from (finding for check in (kinds, rights) for finding in check(api, config))
+        yield from (f for check in (kinds, rights, objects) for f in check(api, config))
     except ApiError as error:
         yield wrong("api", str(error), "is the API server reachable from this pod?")
     finally:
@@ -400,19 +461,17 @@ def api_findings(config: Config) -> Iterator[Finding]:
 
 
 def kinds(api: ApiServer, config: Config) -> Iterator[Finding]:
-    wanted = ["topology.node.k8s.io/v1alpha2"] + ["rte.dev/v1alpha1"] * config.nrt.fabric
-    for version in wanted:
-        if not serves(api, version):
-            yield wrong("crd", f"{version} is not served", "kubectl apply -k deploy/base")
-
-
-def serves(api: ApiServer, version: str) -> bool:
-    try:
-        return api.read(f"/apis/{version}") is not None
-    except ApiError as error:
-        if error.status == 404:
-            return False
-        raise
+    wanted = [(NRT_VERSION, "noderesourcetopologies")]
+    if config.nrt.fabric:
+        wanted.append((FABRIC_VERSION, "gpufabrics"))
+    for version, plural in wanted:
+        try:
+            api.read(f"/apis/{version}/{plural}/{parts.node_name(config)}")
+        except ApiError as error:
+            if error.unknown_kind:
+                yield wrong("crd", f"{version} is not served", "kubectl apply -k deploy/base")
+            elif error.status != 403:  # which `rights` names
+                raise
 
 
 def rights(api: ApiServer, config: Config) -> Iterator[Finding]:
@@ -424,3 +483,48 @@ def rights(api: ApiServer, config: Config) -> Iterator[Finding]:
                 f"may not {verb} {resource}{f'.{group}' if group else ''} (for {name})",
                 "apply the ClusterRole of deploy/, with the component of that option",
             )
+
+
+def objects(api: ApiServer, config: Config) -> Iterator[Finding]:
+    """The own Node and the own object as they are. What may not be read, `rights` has said."""
+    name = parts.node_name(config)
+    try:
+        node = api.read_node(name)
+        live = api.read(f"/apis/{NRT_VERSION}/noderesourcetopologies/{name}")
+    except ApiError as error:
+        if error.status in (403, 404):
+            return
+        raise
+    if node is None:
+        yield wrong("node", f"the API server has no Node {name}", "say its name by nodeName")
+    if live is None:
+        if config.nrt.publish:
+            yield wrong(
+                "object",
+                f"{name} has no NodeResourceTopology: schedulers let every pod through",
+                "the daemon's lines above, or its log, say why it writes none",
+            )
+        return
+    said = {str(each["name"]): str(each["value"]) for each in live.get("attributes") or ()}
+    if STALE in said:
+        yield wrong(
+            "object",
+            f"nothing has been known of the node since {said[STALE]}",
+            "the daemon's lines above, or its log, say why",
+        )
+    if "topologyManagerPolicy" not in said:
+        yield wrong("object", "states no policy: schedulers let every pod through", do("policy"))
+    writer = last_foreign_writer(live)
+    if writer is not None:
+        yield wrong(
+            "object",
+            f"last written by {writer.manager!r}, at {writer.time}",
+            do("another writer"),
+        )
+    owners = {owner["uid"] for owner in live["metadata"].get("ownerReferences") or ()}
+    if config.nrt.owner and node is not None and node["metadata"]["uid"] not in owners:
+        yield advice(
+            "object",
+            f"does not belong to the Node {name}, and stays when that is deleted",
+            "delete it then, or let the agent own what it writes (docs/install.md, One writer)",
+        )

@@ -58,7 +58,12 @@ class Publisher:
         """
         self.hardware = hardware
         self.objects = (
-            in_api_server(config, node, lambda: self.agent.wake(Reason.PODS))
+            in_api_server(
+                config,
+                node,
+                on_pods=lambda: self.agent.wake(Reason.PODS),
+                tell=self._tell_of_pods,
+            )
             if out is None
             else in_folder(config, node, out)
         )
@@ -102,6 +107,12 @@ class Publisher:
         if self.objects.announcer is not None:
             self.objects.announcer.stop()
 
+    def _tell_of_pods(self, problem: str | None) -> None:
+        if problem is None:
+            self.agent.problems.end("pods")
+        else:
+            self.agent.problems.report("pods", f"those of this node are not followed: {problem}")
+
     def allocated(self) -> None:
         """The plugin of this process has answered Allocate; any thread may say so."""
         self.agent.wake(Reason.ALLOCATE)
@@ -130,8 +141,15 @@ class Publisher:
         )
 
 
-def in_api_server(config: Config, node: str, on_pods: Callable[[], None]) -> Objects:
-    """`on_pods` is called when the pods of this node have changed. Raises Refused."""
+def in_api_server(
+    config: Config,
+    node: str,
+    *,
+    on_pods: Callable[[], None],
+    tell: Callable[[str | None], None],
+) -> Objects:
+    """`on_pods` is called when the pods of this node have changed, `tell` with why they are not
+    followed, and with None when they are again. Raises Refused."""
     try:
         api = parts.api_server(config)
         # Clients of their own: a watch must not wait for other requests, nor they for it.
@@ -141,7 +159,7 @@ def in_api_server(config: Config, node: str, on_pods: Callable[[], None]) -> Obj
         key = "api.kubeconfig: " if config.api.kubeconfig else ""
         raise parts.Refused(f"{key}{error}") from error
     kubelet = parts.kubelet_configuration(config, api, node)
-    pods = None if for_pods is None else PodWatch(for_pods, node, on_pods)
+    pods = None if for_pods is None else PodWatch(for_pods, node, on_pods, tell)
     sink = ApiSink(
         api, node=node, takeover_after_s=config.nrt.takeover_after, owner=config.nrt.owner
     )

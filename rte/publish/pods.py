@@ -6,7 +6,6 @@ kept.
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 import time
@@ -21,8 +20,6 @@ from rte.publish.apply import ApiServer
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
-
 WATCH_S = 3600.0  # then the server ends the watch and it is asked for anew
 FORGET_S = 60.0  # facts that could not be followed for so long are none
 RETRY_FIRST_S = 1.0
@@ -34,9 +31,17 @@ FORBIDDEN_RETRY_S = 300.0  # a right that an installation leaves out on purpose
 class PodWatch:
     """Follows this node's pods in a thread; `read` is what is known now."""
 
-    def __init__(self, api: ApiServer, node: str, wake: Callable[[], None]) -> None:
-        """`wake` is called after each change of what `read` says."""
+    def __init__(
+        self,
+        api: ApiServer,
+        node: str,
+        wake: Callable[[], None],
+        tell: Callable[[str | None], None],
+    ) -> None:
+        """`wake` is called after each change of what `read` says, `tell` with why the pods are not
+        followed, and with None when they are again."""
         self.problem: str | None = None
+        self._tell = tell
         self._api = api
         self._node = node
         self._wake = wake
@@ -116,17 +121,17 @@ class PodWatch:
         with self._lock:
             self._lost_at = None
         if self.problem is not None:
-            log.info("the pods of this node are followed again")
             self.problem = None
+            self._tell(None)
 
     def _lose(self, error: ApiError) -> None:
         if error.status == 410:  # the version is too old: the next list is in order
             return
         with self._lock:
             self._lost_at = self._lost_at or time.monotonic()
-        if self.problem is None:
-            log.warning("the pods of this node are not followed: %s", error)
-        self.problem = str(error)
+        if self.problem != str(error):
+            self.problem = str(error)
+            self._tell(self.problem)
 
 
 def retry_s(error: ApiError, failures: int, *, chance: float) -> float:
