@@ -396,6 +396,30 @@ def test_with_its_cache_the_same_pods_are_placed_soon(
     assert set(tally.exceptions) <= {"memory without CPUs"}
 
 
+def test_a_pod_that_binds_no_memory_gets_a_device_where_there_are_no_huge_pages(
+    cluster: Cluster, scheduler: StartScheduler
+) -> None:
+    base = machine("hgx-h100-oci")
+    nodes = (base.numa_nodes[0], *(replace(n, huge_pages={}) for n in base.numa_nodes[1:]))
+    config = {"topologyManagerPolicy": SINGLE, "memoryManagerPolicy": "Static"}
+    name = f"{cluster.namespace}-0"
+    node = model_node(cluster, name, replace(base, numa_nodes=nodes), config)
+    node.publish()
+    started = scheduler()
+    asked = {"cpu": 2, "memory": "1Gi", PAGES: "64Mi"}
+    bound = pod("bound", {GPU: 1, **asked})
+    burstable = pod("burstable", {GPU: 1, **asked})
+    burstable["spec"]["containers"][0]["resources"]["limits"] = {GPU: "1", PAGES: "64Mi"}
+    for made, runs in [(pod("a", {GPU: 4}), True), (bound, False), (burstable, True)]:
+        own = made["metadata"]["name"]
+        cluster.create(made, started.name, node=name)
+        assert (cluster.verdicts(started, [own])[own] is not None) is runs, own
+        assert isinstance(node.admit(made), Admitted) is runs, own
+        if runs:
+            cluster.set_phase(own, "Running")
+        node.publish()
+
+
 # What an object of this API cannot tell
 
 

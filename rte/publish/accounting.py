@@ -103,8 +103,10 @@ def accounts(
             zone["cpu"] = cpu_figures(observation, node)
     if is_memory_bound(observation):
         for name, figures in memory_figures(observation, groups=groups).items():
-            for zone, node in zip(resources, nodes, strict=True):
-                if node.id in figures and figures[node.id].capacity:
+            # Also in zones that have none: the scheduler gives a pod that binds no memory a device
+            # only in a zone that lists each kind of memory it asks for.
+            if any(of_node.capacity for of_node in figures.values()):
+                for zone, node in zip(resources, nodes, strict=True):
                     zone[name] = figures[node.id]
     free_floating = unbound_resources(observation)
     for name, physical in free_floating.items():
