@@ -35,6 +35,7 @@ class Named(NamedTuple):
 
 METRICS = (
     Named("rte_build_info", "gauge", ("version",), "1, for the version that runs."),
+    Named("rte_problem", "gauge", ("subject",), "1 for each thing that is wrong now."),
     # The publisher
     Named("rte_looks_total", "counter", ("reason",), "Looks at the node, by what asked for them."),
     Named(
@@ -68,7 +69,6 @@ METRICS = (
         "Since the published objects were last known to say what the node is.",
     ),
     Named("rte_usage_age_seconds", "gauge", (), "Since the last look at PodResources that counts."),
-    Named("rte_problem", "gauge", ("subject",), "1 for each thing that is wrong now."),
     Named("rte_files_polled", "gauge", (), "1 where the kubelet's files cannot be watched."),
     Named("rte_pods", "gauge", (), "Pods that PodResources lists."),
     Named(
@@ -162,17 +162,11 @@ class Counts(Protocol):
     publications: int
 
 
-class Problems(Protocol):
-    def current(self) -> Mapping[str, object]: ...
-
-
 class Publisher(Protocol):
     """agent.Agent, as far as it is measured."""
 
     @property
     def counts(self) -> Counts: ...
-    @property
-    def problems(self) -> Problems: ...
     @property
     def observation(self) -> Observation | None: ...
     @property
@@ -235,6 +229,8 @@ class Measured(NamedTuple):
     """Whether the two rules for the fingerprint differ now; None: there is one only."""
     withheld: Callable[[], Mapping[str, str]] = dict
     """Cordoned devices and the reason."""
+    problems: Callable[[], Mapping[str, object]] = dict
+    """What is wrong now, by subject."""
 
 
 def renderer(measured: Measured) -> Callable[[], bytes]:
@@ -252,6 +248,7 @@ class _Collector(Collector):
     def collect(self) -> Iterator[Metric]:
         it = self._measured
         yield _gauge("rte_build_info", [((it.version,), 1)])
+        yield _gauge("rte_problem", (((subject,), 1) for subject in it.problems()))
         if it.publisher is not None:
             yield from publisher_metrics(it.publisher, it.disagreement())
         if it.hardware is not None and it.hardware.latest is not None:
@@ -289,7 +286,6 @@ def publisher_metrics(publisher: Publisher, disagreement: bool | None) -> Iterat
     now = publisher.clock()
     yield _gauge("rte_published_age_seconds", _age(now, publisher.published_at))
     yield _gauge("rte_usage_age_seconds", _age(now, publisher.observed_at))
-    yield _gauge("rte_problem", (((subject,), 1) for subject in publisher.problems.current()))
     yield _gauge("rte_files_polled", [((), int(publisher.polling is not None))])
     if disagreement is not None:
         yield _gauge("rte_fingerprint_disagreement", [((), int(disagreement))])

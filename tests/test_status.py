@@ -201,7 +201,6 @@ def publisher() -> SimpleNamespace:
             publish_seconds=0.5,
             publications=2,
         ),
-        problems=SimpleNamespace(current=lambda: {"policy": "unknown"}),
         observation=Observation(
             machine=machine(),
             usage=Usage(pods=(pod,)),
@@ -218,7 +217,9 @@ def publisher() -> SimpleNamespace:
 
 
 def test_the_publisher_is_measured() -> None:
-    samples = measured(publisher=publisher(), disagreement=lambda: True)
+    samples = measured(
+        publisher=publisher(), disagreement=lambda: True, problems=lambda: {"policy": "unknown"}
+    )
     expected = {
         'rte_looks_total{reason="poll"}': 3,
         "rte_looks_doubted_total": 4,

@@ -390,7 +390,6 @@ class Daemon:
             "problems": self.problems(),
             "disagreement": None if self.publisher is None else self.publisher.disagreement(),
             "withheld": dict(self.cordons.now),
-            "configuration": self.cordons.problem or self.refused,
             "outgrown": self.outgrown,
             "faults": {
                 f"{gpu.name} ({gpu.pci})": [msgspec.to_builtins(f) for f in found]
@@ -420,6 +419,7 @@ class Daemon:
             plugin_buckets_s=TOOK_BUCKETS_S,
             disagreement=(lambda: None) if publisher is None else publisher.disagreement,
             withheld=lambda: self.cordons.now,
+            problems=self.problems,
         )
         status = StatusServer(
             Probes(not_ready=self.not_ready, stuck=self.stuck),
@@ -447,7 +447,10 @@ class Daemon:
         """All that is wrong, by subject, whether it is in the way or not."""
         publisher = self.publisher
         current = {} if publisher is None else publisher.agent.problems.current()
-        return {subject: str(each) for subject, each in current.items()} | self._in_the_way()
+        found = {subject: str(each) for subject, each in current.items()} | self._in_the_way()
+        if damaged := self.cordons.problem or self.refused:
+            found["configuration"] = damaged
+        return found
 
     def _in_the_way(self) -> dict[str, str]:
         found = {} if self.publisher is None else dict(self.publisher.agent.not_ready())

@@ -176,6 +176,7 @@ class DemoNode:
                     hardware=self.hardware,
                     plugin=self.plugin,
                     plugin_buckets_s=TOOK_BUCKETS_S,
+                    problems=self.agent.problems.current,
                 ),
                 graph=lambda: self.graph,
                 groups=composer.groups,

@@ -131,8 +131,6 @@ def daemon_findings(state: State | None, config: Config) -> Iterator[Finding]:
         yield wrong("nvml", "released on request", "`rte release --end` opens it again")
     if state["outgrown"]:
         yield wrong("driver", state["outgrown"], "wait for the new container")
-    if state["configuration"]:
-        yield wrong("configuration", state["configuration"], "repair the file; the old one counts")
     for subject, words in state["problems"].items():
         if subject != "hardware":  # looked at below
             yield wrong(subject, words, do(subject))
