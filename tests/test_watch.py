@@ -5,7 +5,7 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,9 +37,11 @@ class Woken:
 
 
 @contextmanager
-def watching(*paths: Path, poll_s: float = 0.02) -> Iterator[tuple[FileWatch, Woken]]:
+def watching(
+    *paths: Path, folders: Iterable[Path] = (), poll_s: float = 0.02
+) -> Iterator[tuple[FileWatch, Woken]]:
     woken = Woken()
-    running = watch(paths, woken, poll_s=poll_s)
+    running = watch(paths, woken, folders=folders, poll_s=poll_s)
     try:
         yield running, woken
     finally:
@@ -147,6 +149,76 @@ def test_a_directory_that_is_replaced_is_followed(tmp_path: Path, how: str) -> N
         woken.drain()
         replace(path, "newer")
         assert woken.next() == path
+
+
+@pytest.mark.parametrize("inotify", [True, False], ids=["inotify", "polled"])
+def test_a_socket_that_comes_or_goes_in_a_folder_wakes(
+    tmp_path: Path, inotify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not inotify:
+        monkeypatch.setattr(watch_module, "INotify", refused)
+    folder, checkpoint = tmp_path / "device-plugins", tmp_path / "device-plugins" / "checkpoint"
+    folder.mkdir()
+    bind(folder / "there.sock")
+    with watching(checkpoint, folders=[folder]) as (_, woken):
+        replace(checkpoint, "x")
+        assert woken.next() == checkpoint
+        (folder / "file").touch()
+        bind(folder / "come.sock")
+        assert woken.next() == folder
+        woken.drain()
+        (folder / "there.sock").unlink()
+        assert woken.next() == folder
+        woken.drain()
+        (folder / "come.sock").unlink()
+        bind(folder / "come.sock")
+        assert woken.next() == folder
+
+
+def test_a_folder_that_does_not_exist_yet_is_awaited(tmp_path: Path) -> None:
+    folder = tmp_path / "kubelet" / "plugins_registry"
+    with watching(folders=[folder]) as (_, woken):
+        folder.mkdir(parents=True)
+        bind(folder / "a.sock")
+        assert woken.next() == folder
+        woken.drain()
+        folder.rename(tmp_path / "old")
+        assert woken.next() == folder
+        folder.mkdir()
+        woken.drain()
+        bind(folder / "b.sock")
+        assert woken.next() == folder
+
+
+def test_more_events_than_the_kernel_keeps_lose_no_change(tmp_path: Path) -> None:
+    """The thread is held up while the queue overflows; what changed then is told all the same."""
+    keeps = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
+    first, second, folder = tmp_path / "first", tmp_path / "second", tmp_path / "plugins"
+    folder.mkdir()
+    held, go_on = threading.Event(), threading.Event()
+    told: queue.Queue[Path] = queue.Queue()
+
+    def wake(path: Path) -> None:
+        held.set()
+        go_on.wait(SOON_S * 10)
+        told.put(path)
+
+    running = watch([first, second], wake, folders=[folder])
+    try:
+        first.touch()
+        assert held.wait(SOON_S)
+        (tmp_path / "a").touch()
+        for number in range(keeps // 2 + 1):  # two events each, and none like the one before it
+            (tmp_path / "ab"[number % 2]).rename(tmp_path / "ba"[number % 2])
+        second.touch()
+        bind(folder / "late.sock")
+        go_on.set()
+        seen: set[Path] = set()
+        while not {second, folder} <= seen:
+            seen.add(told.get(timeout=SOON_S))
+    finally:
+        go_on.set()
+        running.close()
 
 
 def test_polling_ends_when_inotify_is_to_be_had_again(

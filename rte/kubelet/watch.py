@@ -1,4 +1,5 @@
-"""Files that other processes create, replace and remove: a change calls back.
+"""Files that other processes create, replace and remove, and sockets that come and go in a folder:
+a change calls back.
 
 The only importer of inotify_simple. All watches of a process share one inotify instance and one
 thread: a node has 128 instances for each user, and root's are often all taken. The kubelet replaces
@@ -14,9 +15,10 @@ import contextlib
 import logging
 import os
 import select
+import stat
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -36,26 +38,40 @@ _MASK = int(_CHANGES | flags.DELETE_SELF | flags.MOVE_SELF | flags.ONLYDIR)
 Signature = tuple[int, int, int, int]
 """Device, inode, size, time of change: what tells one state of a path from another."""
 
+Sockets = frozenset[tuple[str, int, int]]
+"""Name, inode and time of change of each socket in a folder."""
+
 
 def watch(
-    paths: Iterable[Path], wake: Callable[[Path], None], *, poll_s: float = POLL_S
+    paths: Iterable[Path],
+    wake: Callable[[Path], None],
+    *,
+    folders: Iterable[Path] = (),
+    poll_s: float = POLL_S,
 ) -> FileWatch:
-    """A running watch: each change of one of the paths calls `wake` with that path.
+    """A running watch: each change of one of the paths calls `wake` with that path, and each socket
+    that appears in one of the folders, is replaced or goes, with that folder.
 
     Creation, replacement, completed writing and removal count. `wake` is called from a thread that
     all watches share, at least once a change and possibly more often; it must return soon. Paths
     that exist when the watch starts are not reported. Ends with `close()`.
     """
-    return FileWatch(paths, wake, poll_s=poll_s).start()
+    return FileWatch(paths, wake, folders=folders, poll_s=poll_s).start()
 
 
 class FileWatch:
-    """Any number of paths, and who is told of their changes."""
+    """Any number of paths and folders, and who is told of their changes."""
 
     def __init__(
-        self, paths: Iterable[Path], wake: Callable[[Path], None], *, poll_s: float
+        self,
+        paths: Iterable[Path],
+        wake: Callable[[Path], None],
+        *,
+        folders: Iterable[Path],
+        poll_s: float,
     ) -> None:
-        self.paths = tuple(dict.fromkeys(Path(os.path.abspath(path)) for path in paths))
+        self.paths = absolute(paths)
+        self.folders = absolute(folders)
         self.poll_s = poll_s
         self._wake = wake
         self._lock = threading.RLock()  # one who is told may close
@@ -96,7 +112,7 @@ class Files:
         self._lock = threading.RLock()  # of all below, which watches come to and go from
         self._watches: list[FileWatch] = []
         self._inotify: INotify | None = None
-        self._seen: dict[Path, Signature | None] = {}
+        self._seen: dict[Path, Signature | Sockets | None] = {}  # of each path and folder
         self._directories: dict[int, Path] = {}  # watch descriptor → directory
         self._poke_read, self._poke_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._closes_itself = False  # the last watch was closed by the thread that it told
@@ -122,7 +138,7 @@ class Files:
                 self._watches.remove(watch)
                 last = not self._watches
                 if not last:
-                    self._seen = {path: self._seen.get(path) for path in self.paths}
+                    self._seen = {path: self._seen.get(path) for path in self._signatures}
                     self._rearm()
             if last:
                 Files._running = None
@@ -142,13 +158,23 @@ class Files:
                 self._open()
             else:
                 self._rearm()
-            for path in watch.paths:
-                self._seen.setdefault(path, signature(path))
+            for path, of in self._signatures.items():
+                if path not in self._seen:
+                    self._seen[path] = of(path)
             self._poke()
 
     @property
-    def paths(self) -> tuple[Path, ...]:
-        return tuple(dict.fromkeys(path for watch in self._watches for path in watch.paths))
+    def paths(self) -> frozenset[Path]:
+        return frozenset(path for watch in self._watches for path in watch.paths)
+
+    @property
+    def folders(self) -> frozenset[Path]:
+        return frozenset(folder for watch in self._watches for folder in watch.folders)
+
+    @property
+    def _signatures(self) -> Mapping[Path, Callable[[Path], Signature | Sockets | None]]:
+        """Each path and folder, with what tells its states apart."""
+        return {**dict.fromkeys(self.paths, signature), **dict.fromkeys(self.folders, sockets)}
 
     def _poke(self) -> None:
         with contextlib.suppress(BlockingIOError):  # it is full of pokes
@@ -158,7 +184,7 @@ class Files:
         """Without the lock: whoever is told may close a watch, or open one."""
         changed = set(changed)
         for watch in tuple(self._watches):
-            for path in watch.paths:
+            for path in (*watch.paths, *watch.folders):
                 if path in changed:
                     watch.tell(path)
 
@@ -211,7 +237,7 @@ class Files:
                 "files are looked at every %g s: %s: %s",
                 self._poll_s,
                 why,
-                ", ".join(map(str, self.paths)),
+                ", ".join(map(str, sorted(self._signatures))),
             )
         self.polling = why
 
@@ -220,9 +246,10 @@ class Files:
         return min((watch.poll_s for watch in self._watches), default=POLL_S)
 
     def _arm(self, inotify: INotify) -> None:
-        """Watches each path's directory, or for a missing one its nearest existing ancestor."""
+        """Watches each path's directory and each folder, or for a missing one its nearest existing
+        ancestor."""
         armed: dict[int, Path] = {}
-        for directory in dict.fromkeys(path.parent for path in self.paths):
+        for directory in {path.parent for path in self.paths} | self.folders:
             at = directory
             while True:
                 try:
@@ -260,8 +287,9 @@ class Files:
                 if rearm:
                     self._rearm()
                     changed |= self._differing()
+                signatures = self._signatures
                 for path in changed:
-                    self._seen[path] = signature(path)
+                    self._seen[path] = signatures[path](path)
             self._tell(changed)
 
     def _drain(self) -> None:
@@ -272,8 +300,9 @@ class Files:
     def _changes(self, inotify: INotify) -> tuple[set[Path], bool]:
         """The paths that events name, and whether directories came or went."""
         changed: set[Path] = set()
+        touched: set[Path] = set()
         rearm = False
-        paths = self.paths
+        paths, folders = self.paths, self.folders
         for event in inotify.read(timeout=0):
             directory = self._directories.get(event.wd)
             if event.mask & flags.Q_OVERFLOW:
@@ -285,12 +314,17 @@ class Files:
                 rearm = True
             else:
                 entry = directory / event.name
+                touched.add(directory)
                 if entry in paths:
                     changed.add(entry)
                 elif any(path.parent == directory and path.is_symlink() for path in paths):
                     # A ConfigMap's files are links through `..data`, which alone is replaced.
                     changed |= self._differing()
                 rearm = rearm or any(entry in path.parents for path in paths)
+                rearm = rearm or any(entry in (folder, *folder.parents) for folder in folders)
+        for folder in touched & folders:
+            if sockets(folder) != self._seen.get(folder):
+                changed.add(folder)
         return changed, rearm
 
     # polling
@@ -312,10 +346,14 @@ class Files:
 
     def _differing(self) -> set[Path]:
         """The paths whose signature is not the last seen, which it becomes."""
-        now = {path: signature(path) for path in self.paths}
+        now = {path: of(path) for path, of in self._signatures.items()}
         changed = {path for path in now if now[path] != self._seen.get(path)}
         self._seen = now
         return changed
+
+
+def absolute(paths: Iterable[Path]) -> tuple[Path, ...]:
+    return tuple(dict.fromkeys(Path(os.path.abspath(path)) for path in paths))
 
 
 def signature(path: Path) -> Signature | None:
@@ -326,3 +364,18 @@ def signature(path: Path) -> Signature | None:
         return None
     # An inode is soon used again, for the next kubelet's socket say, so its time of change counts.
     return found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns
+
+
+def sockets(folder: Path) -> Sockets | None:
+    """The sockets in a folder, or None where there is no such folder."""
+    found = set()
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # it has just gone
+                    its = entry.stat(follow_symlinks=False)
+                    if stat.S_ISSOCK(its.st_mode):
+                        found.add((entry.name, its.st_ino, its.st_ctime_ns))
+    except OSError:
+        return None
+    return frozenset(found)
