@@ -54,6 +54,11 @@ KUBELET_CALL_S = 5.0
 # How long a list may be on its way to the kubelet, and when nobody can be asked has been read.
 SENT_S, READ_S = 0.1, 1.0
 BEFORE_S = 1.0  # of each question to PodResources that a Register waits for
+UNKNOWN = {
+    LIST: "what is in use",
+    ALLOCATABLE: "what the kubelet has of the devices here",
+}
+"""What a call that fails leaves unknown."""
 # While all is well, and while a resource is not (yet) what the kubelet should see.
 CHECK_WELL_S, CHECK_ILL_S = 10.0, 1.0
 
@@ -643,14 +648,20 @@ class DevicePlugin:
         except KubeletError as error:
             self._usage_failed(error)
         else:
-            self._unanswered.pop(LIST, None)
+            self._usage_answered(LIST)
             self.observe(usage, asked=asked)
 
     def _usage_failed(self, error: KubeletError) -> None:
         self.usage_faults += 1
-        if self._unanswered.get(error.asked) != error.code:
+        said = error.asked in self._unanswered and self._unanswered[error.asked] is error.code
+        if not said:
             self._unanswered[error.asked] = error.code
-            log.warning("what is in use is not known for now: %s", error)
+            log.warning("%s is not known for now: %s", UNKNOWN[error.asked], error)
+
+    def _usage_answered(self, asked: str) -> None:
+        if asked in self._unanswered:
+            del self._unanswered[asked]
+            log.info("%s is known again", UNKNOWN[asked])
 
     def _check(self, kubelet: grpc.Channel | None) -> bool:
         """Whether the kubelet has what it was told; a plugin it has lost registers once more."""
@@ -695,7 +706,7 @@ class DevicePlugin:
         except KubeletError as error:
             self._usage_failed(error)
             return None
-        self._unanswered.pop(ALLOCATABLE, None)
+        self._usage_answered(ALLOCATABLE)
         ids: dict[str, set[DeviceId]] = {}
         for device in found.devices:
             ids.setdefault(device.resource, set()).add(device.id)

@@ -581,11 +581,26 @@ def test_a_plugin_that_is_told_does_not_ask(
 def test_pod_resources_that_do_not_answer_leave_the_plugin_alone(
     start: Start, kubelet: SmallKubelet, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plugin = start(pod_resources=tmp_path / "absent.sock")
+    caplog.set_level("INFO")
+    socket = tmp_path / "absent.sock"
+    plugin = start(pod_resources=socket)
     kubelet.await_register()
-    assert until(lambda: plugin.usage_faults)
-    assert "what is in use is not known for now" in caplog.text
+    lines = {
+        "what is in use": "PodResources List",
+        "what the kubelet has of the devices here": "PodResources GetAllocatableResources",
+    }
+    assert until(lambda: all(f"{line} is not known for now" in caplog.text for line in lines))
+    for line, asked in lines.items():
+        (said,) = (r.getMessage() for r in caplog.records if line in r.getMessage())
+        assert said.startswith(f"{line} is not known for now: {asked}: ")
     assert kubelet.prefer(gpus(0, 1, 2), 2) == gpus(0, 2)
+    resources = PodResources(socket)
+    checkpoint = kubelet.folder / "kubelet_internal_checkpoint"
+    assert until(
+        lambda: checkpoint.write_text("changed") and "what is in use is known again" in caplog.text
+    )
+    plugin.stop()
+    resources.stop()
 
 
 NIC, OTHER_NIC = PciAddress("0000:21:00.0"), PciAddress("0000:22:00.0")
