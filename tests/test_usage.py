@@ -202,6 +202,46 @@ def test_a_rate_limit_that_does_not_end_is_an_error_in_time(socket: Path) -> Non
     kubelet.stop()
 
 
+@pytest.mark.parametrize("mib", [5, 40])
+def test_a_long_list_is_read_and_one_that_is_too_long_is_asked_for_once(
+    kubelet: Kubelet, channel: grpc.Channel, mib: int
+) -> None:
+    """gRPC takes 4 MiB by default, the kubelet's own client 16."""
+    pod = api.PodResources(
+        namespace="a",
+        containers=[api.ContainerResources(name="c" * 4096, devices=[entry("r", ["x"], 0)])] * 16,
+    )
+    kubelet.pods = [pod] * (16 * mib)
+    if mib == 5:
+        assert len(usage.read_usage(channel, 20).pods) == 16 * mib
+    else:
+        with pytest.raises(usage.KubeletError, match="larger than max"):
+            usage.read_usage(channel, 20)
+    assert kubelet.calls == 1
+
+
+def test_the_length_of_an_answer_on_the_wire_tells_what_is_offered(
+    kubelet: Kubelet, channel: grpc.Channel
+) -> None:
+    """The kubelet lists devices in no order, so its answers are never the same bytes."""
+    offered = [entry("nvidia.com/gpu", [f"GPU-{n}"], n) for n in range(4)]
+    others = [entry("example.com/nic", ["0000:01:00.0"])]
+    lengths, read = set(), set()
+    for order in ([*offered, *others], [*others, *reversed(offered)]):
+        kubelet.allocatable = api.AllocatableResourcesResponse(devices=order, cpu_ids=[2, 300])
+        answer = usage.ask_allocatable(channel, 5)
+        lengths.add(len(answer))
+        read.add(usage.parse_allocatable(answer))
+    assert len(lengths) == len(read) == 1
+    kubelet.allocatable = api.AllocatableResourcesResponse(devices=offered, cpu_ids=[2, 300])
+    assert len(usage.ask_allocatable(channel, 5)) < lengths.pop()
+
+
+def test_bytes_that_are_no_answer_are_the_kubelets_error() -> None:
+    with pytest.raises(usage.KubeletError, match="GetAllocatableResources: not an answer"):
+        usage.parse_allocatable(b"\xff\xff")
+
+
 def test_a_kubelet_that_is_silent_is_an_error_in_time(
     kubelet: Kubelet, channel: grpc.Channel
 ) -> None:

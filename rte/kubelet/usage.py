@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from rte.kubelet.api import podresources_pb2 as api
 from rte.kubelet.api import podresources_pb2_grpc as rpc
@@ -32,6 +33,7 @@ SOCKET_PATH_BYTES = 107
 # The kubelet's own client takes answers of this size; gRPC's default of 4 MiB is not enough for
 # a large node with exclusive CPUs.
 ANSWER_BYTES = 16 << 20
+TOO_LARGE = "larger than max"  # gRPC's own words of an answer that it does not take
 # The kubelet allows all clients together 100 calls a second, 10 at once, and refuses the others.
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
@@ -92,7 +94,7 @@ def read_usage(channel: grpc.Channel, timeout_s: float) -> Usage:
     Raises KubeletError when the kubelet has not answered within `timeout_s`.
     """
     list_pods = rpc.PodResourcesListerStub(channel).List
-    answer = _ask(LIST, list_pods, api.ListPodResourcesRequest(), timeout_s)
+    answer = ask(LIST, list_pods, api.ListPodResourcesRequest(), timeout_s)
     return parse_usage(answer)
 
 
@@ -101,11 +103,27 @@ def read_allocatable(channel: grpc.Channel, timeout_s: float) -> Allocatable:
 
     Raises KubeletError when the kubelet has not answered within `timeout_s`.
     """
-    get = rpc.PodResourcesListerStub(channel).GetAllocatableResources
-    request = api.AllocatableResourcesRequest()
-    answer = _ask(ALLOCATABLE, get, request, timeout_s)
+    return parse_allocatable(ask_allocatable(channel, timeout_s))
+
+
+def ask_allocatable(channel: grpc.Channel, timeout_s: float) -> bytes:
+    """GetAllocatableResources as it is on the wire: in no order, so that only its length can be
+    compared. Raises KubeletError as `read_allocatable` does."""
+    get: Callable[..., bytes] = channel.unary_unary(
+        "/v1.PodResourcesLister/GetAllocatableResources",
+        request_serializer=api.AllocatableResourcesRequest.SerializeToString,
+    )
+    return ask(ALLOCATABLE, get, api.AllocatableResourcesRequest(), timeout_s)
+
+
+def parse_allocatable(answer: bytes) -> Allocatable:
+    """The answer as a value. Raises KubeletError for bytes that are none."""
+    try:
+        said = api.AllocatableResourcesResponse.FromString(answer)
+    except DecodeError as error:
+        raise KubeletError(ALLOCATABLE, f"not an answer: {error}") from error
     return Allocatable(
-        devices=_devices(answer.devices), cpus=_cpus(answer.cpu_ids), memory=_memory(answer.memory)
+        devices=_devices(said.devices), cpus=_cpus(said.cpu_ids), memory=_memory(said.memory)
     )
 
 
@@ -146,7 +164,7 @@ def claimed(usage: Usage, machine: Machine) -> frozenset[DeviceId]:
 _DRA_GPU = re.compile(r"gpu\.nvidia\.com/[^/]+/gpu-(?P<minor>\d+)(?P<slice>-mig-.+)?")
 
 
-def _ask(asked: str, call: Callable[..., Answer], request: object, timeout_s: float) -> Answer:
+def ask(asked: str, call: Callable[..., Answer], request: object, timeout_s: float) -> Answer:
     """The call's answer, asked again while the kubelet's rate limit refuses it."""
     end = time.monotonic() + timeout_s
     pause_s = FIRST_PAUSE_S
@@ -158,7 +176,7 @@ def _ask(asked: str, call: Callable[..., Answer], request: object, timeout_s: fl
             # The limiter lets through whoever comes next: without jitter all clients that it
             # refused together would be refused together again.
             wait_s = pause_s * random.uniform(0.5, 1.5)
-            limited = code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            limited = code is grpc.StatusCode.RESOURCE_EXHAUSTED and TOO_LARGE not in (details or "")
             if limited and time.monotonic() + wait_s < end:
                 time.sleep(wait_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
