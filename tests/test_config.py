@@ -51,6 +51,8 @@ def test_the_environment_wins_over_the_file_and_the_flag_over_both(tmp_path: Pat
         pytest.param("nrt: 3", "nrt", "Expected `object`", id="number for a section"),
         pytest.param("[1]", "", "must hold a mapping", id="list for the whole"),
         pytest.param("a: b: c", "", "is not YAML", id="not YAML"),
+        pytest.param("a: 2026-02-31", "", "is not YAML", id="a day that does not exist"),
+        pytest.param("a: \x07", "", "is not YAML", id="a character that YAML does not have"),
         pytest.param(
             "numa: {overrides: {'3b:00.0': 1}}", "numa.overrides", "'3b:00.0'", id="no domain"
         ),

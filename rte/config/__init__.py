@@ -1,0 +1,172 @@
+"""File, environment and flags → one frozen `Config`; an error names its dotted key.
+
+Later sources win: defaults, file, environment, flags.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rte.config.checks import check
+from rte.config.options import Option, expected, options, type_name
+from rte.config.schema import Config, ConfigError, Duration, Withhold
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Duration",
+    "Option",
+    "Withhold",
+    "dump",
+    "load",
+    "options",
+    "type_name",
+]
+
+MAX_BYTES = 1 << 20  # of a file
+
+
+def load(
+    *,
+    file: Path | None = None,
+    over: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    flags: Mapping[str, str] | None = None,
+) -> Config:
+    """The configuration of all sources; `flags` maps dotted keys to the texts that were given.
+
+    What the file `over` says wins over `file`; either may be one of NVIDIA's device plugin.
+
+    Raises ConfigError, which names the source (file, variable or flag), the dotted key and what
+    was expected.
+    """
+    merged: dict[str, Any] = {}  # as one file would say it
+    for source in (file, over):
+        if source is not None:
+            said = read_file(source)
+            convert(said, str(source))  # blame the file for its own errors
+            merged = joined(merged, said)
+    for option in options():
+        for variable in option.envs:
+            if text := environ.get(variable):
+                set_option(merged, option, text, f"environment variable {variable}")
+                break
+    for option in options():
+        if flags and option.key in flags:
+            set_option(merged, option, flags[option.key], f"flag {option.flag}")
+    config = convert(merged, "configuration")
+    check(config, " and ".join(str(f) for f in (file, over) if f) or "configuration")
+    return config
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    import yaml  # noqa: PLC0415 - the daemon without a file does not pay for it
+
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError("", str(path), f"cannot be read: {error.strerror}") from error
+    if len(content) > MAX_BYTES:
+        raise ConfigError("", str(path), "is larger than 1 MiB")
+    try:
+        data = yaml.safe_load(content)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 31 February
+        raise ConfigError("", str(path), f"is not YAML: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError("", str(path), f"must hold a mapping, not {type(data).__name__}")
+    return ours(data, str(path)) if "version" in data else data
+
+
+def ours(data: dict[str, Any], source: str) -> dict[str, Any]:
+    """The file of NVIDIA's device plugin in our words."""
+    import logging  # noqa: PLC0415 - as what follows
+
+    from rte.nvidia import NvidiaError, translated  # noqa: PLC0415 - only who has such a file
+
+    try:
+        found = translated(data)
+    except NvidiaError as error:
+        raise ConfigError(error.key, source, error.problem) from error
+    for sentence in found.passed_over:
+        logging.getLogger(__name__).warning("%s: %s", source, sentence)
+    return found.ours
+
+
+def joined(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Both, section by section; what `above` says wins."""
+    merged = {**below, **above}
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            merged[key] = joined(below[key], value)
+    return merged
+
+
+def set_option(merged: dict[str, Any], option: Option, text: str, source: str) -> None:
+    """Puts what a variable or flag says in its place. Raises ConfigError."""
+    value: Any = text
+    if type_name(option).startswith("list of"):
+        value = [part.strip() for part in text.split(",") if part.strip()]
+    elif type_name(option) in ("mapping", "object"):
+        raise ConfigError(option.key, source, "can be set in the configuration file only")
+    try:
+        value = msgspec.convert(value, option.type, strict=False, dec_hook=decode)
+    except msgspec.ValidationError as error:
+        problem = str(error).partition(" - at `$")[0]
+        raise ConfigError(option.key, source, f"{problem}; expected {expected(option)}") from error
+    *path, last = option.key.split(".")
+    section = merged
+    for part in path:
+        section = section.setdefault(part, {})
+    section[last] = value
+
+
+def decode(kind: type, value: Any) -> Any:
+    if kind is Duration:
+        return value if isinstance(value, Duration) else Duration.parse(value)
+    raise NotImplementedError(f"no decoder for {kind}")
+
+
+def convert(data: dict[str, Any], source: str) -> Config:
+    """Raises ConfigError, which names the key and, of an unknown one, the closest that there is."""
+    try:
+        return msgspec.convert(data, Config, dec_hook=decode)
+    except msgspec.ValidationError as error:
+        problem, _, where = str(error).partition(" - at `$")
+        key = where.strip("`").lstrip(".")
+        unknown = re.search(r"unknown field `([^`]+)`", problem)
+        if unknown:
+            key = ".".join(part for part in (key, unknown[1]) if part)
+            problem = "no such option" + closest(key)
+        elif option := next((o for o in options() if key.split("[")[0] == o.key), None):
+            problem = f"{problem}; expected {expected(option)}"
+        raise ConfigError(key, source, problem) from error
+
+
+def closest(key: str) -> str:
+    import difflib  # noqa: PLC0415 - only for a message that ends the program
+
+    near = difflib.get_close_matches(key, [o.key for o in options()], n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def dump(config: Config) -> str:
+    """The effective configuration as YAML, every option with its value."""
+    import yaml  # noqa: PLC0415 - a command's output
+
+    def plain(kind: Any) -> Any:
+        if isinstance(kind, Duration):
+            return float(kind)
+        raise NotImplementedError(type(kind))
+
+    return yaml.safe_dump(
+        msgspec.to_builtins(config, enc_hook=plain), sort_keys=False, allow_unicode=True
+    )
