@@ -181,10 +181,10 @@ class Pacer:
     def failed(self, now: float, *, chance: float, after_s: float | None = None) -> None:
         """Something could not be done: `after_s` is when the other side wants to be asked again."""
         pace = self.pace
-        wait_s = min(pace.retry_first_s * 2.0**self._failures, pace.retry_longest_s)
+        wait_s = backoff_s(pace, self._failures, pace.retry_longest_s, chance=chance)
         self._failures = min(self._failures + 1, 30)
         self._retry_is_order = after_s is not None
-        self._retry_at = now + max(wait_s * (1 - chance / 2), after_s or 0)
+        self._retry_at = now + max(wait_s, ordered_s(after_s, chance=chance))
 
     def again(self, now: float, after_s: float) -> None:
         """A look is wanted then, though no reason may come."""
@@ -197,12 +197,24 @@ class Pacer:
         self.echo_at = None
 
 
+def backoff_s(pace: Pace, failures: int, longest_s: float, *, chance: float) -> float:
+    """How long to wait after as many failures in a row and one more."""
+    return min(pace.retry_first_s * 2.0 ** min(failures, 30), longest_s) * (1 - chance / 2)
+
+
+def ordered_s(after_s: float | None, *, chance: float) -> float:
+    """What a server asked for, and up to half of it more: it has told many nodes the same."""
+    return (after_s or 0) * (1 + chance / 2)
+
+
 # What is not as it should be
 
 UNREADY = frozenset({"kubelet", "hardware", "policy", "API server", "agent"})
 NRT_KIND = "NodeResourceTopology"
 NODE_SELDOM = 12
 """Of so many re-readings one is of what the Node offers, which a kubelet's restart changes."""
+OTHERS_LONGEST_S = 300.0
+"""Between two tries of what schedulers do not read: it may be a right that is never given."""
 HANGS_S = 180.0
 """A turn is a few requests with time-outs of 5 and 10 s; one that takes so long hangs."""
 
@@ -345,7 +357,7 @@ class Agent:
         """The last one that was believed."""
         self.observed_at: float | None = None  # by the clock
         self.published_at: float | None = None
-        """When the sink last had all of what was observed."""
+        """When the sink last had what schedulers read of what was observed."""
         self.clock = clock
         self.stale_after_s = max(60.0, 3 * (pace or Pace()).poll_s)
         self._stale_s = (pace or Pace()).stale_s
@@ -365,6 +377,9 @@ class Agent:
         self._node_failures = 0  # to read it, in a row
         self._bodies: Mapping[str, Mapping[str, object]] = {}  # by kind, as last published
         self._sink_is_due = True
+        self._other_failed: ApiError | None = None  # of what schedulers do not read
+        self._other_failures = 0  # in a row
+        self._others_at = 0.0  # when they are tried again
         self._is_held = False
         self._busy_since: float | None = None
         self._unanswered: dict[Reason, float] = {}  # reasons until a look is published
@@ -490,11 +505,8 @@ class Agent:
             self._fail("kubelet", code, str(error))
             self._tell_stale()
         except ApiError as error:
-            words = str(error)
-            if error.unknown_kind:
-                words += "; is the custom resource definition installed?"
             self._sink_is_due = True
-            self._fail("API server", error.reason, words, after_s=error.retry_after_s)
+            self._fail("API server", error.reason, in_words(error), after_s=error.retry_after_s)
 
     def _fail(self, subject: str, reason: str, words: str, *, after_s: float | None = None) -> None:
         self.counts.failures[subject, reason] += 1
@@ -648,10 +660,11 @@ class Agent:
 
     def _publish(self, observation: Observation, *, since: float, now: float) -> None:
         bodies = {str(body["kind"]): body for body in self._compose(observation)}
-        outcomes = [self.sink.publish(body, now) for body in bodies.values()]
-        for subject in ("API server", "agent"):
+        outcomes = [self.sink.publish(bodies[kind], now) for kind in bodies if kind == NRT_KIND]
+        outcomes += self._publish_others(bodies, now)
+        for subject in ("API server", "agent") if self._other_failed is None else ("agent",):
             self.problems.end(subject)
-        self._sink_is_due = False
+        self._sink_is_due = self._other_failed is not None
         self._unanswered = {}
         wakes = any(
             may_wake(self._bodies.get(outcome.kind), bodies[outcome.kind])
@@ -665,6 +678,7 @@ class Agent:
         self._is_held = any(outcome.wrote is Wrote.HELD for outcome in outcomes)
         if not self._is_held:
             self.published_at = end
+        if not self._is_held and self._other_failed is None:
             self.on_published()
         if wrote:
             self.counts.last_publish_s = end - since
@@ -673,6 +687,33 @@ class Agent:
             log.info("%s, %.0f ms", _in_words(outcomes), (end - since) * 1000)
         self._pacer_looked(end, wrote=wrote, wakes=wakes)
         self._report_others(now, outcomes)
+
+    def _publish_others(
+        self, bodies: Mapping[str, Mapping[str, object]], now: float
+    ) -> list[Outcome]:
+        """All but what schedulers read, which waits for none of them: where one cannot be written,
+        such as without its custom resource definition, they are tried again by themselves."""
+        if now < self._others_at:
+            return []
+        outcomes: list[Outcome] = []
+        self._other_failed = None
+        for body in (bodies[kind] for kind in bodies if kind != NRT_KIND):
+            try:
+                outcomes.append(self.sink.publish(body, now))
+            except ApiError as error:
+                self._other_failed = error
+                self.counts.failures["API server", error.reason] += 1
+                self.problems.report("API server", in_words(error))
+        if self._other_failed is None:
+            self._other_failures = 0
+            return outcomes
+        chance = random.random()
+        wait_s = backoff_s(self._pacer.pace, self._other_failures, OTHERS_LONGEST_S, chance=chance)
+        self._other_failures += 1
+        self._others_at = now + max(
+            wait_s, ordered_s(self._other_failed.retry_after_s, chance=chance)
+        )
+        return outcomes
 
     def _tell_stale(self) -> None:
         """Adds to the published object since when nothing has been known; the next good look takes
@@ -700,6 +741,8 @@ class Agent:
             self._pacer.looked(now, wrote=wrote, wakes=wakes)
             if self._node_failures:
                 self._pacer.again(now, min(2.0 ** (self._node_failures - 1), 600.0))
+            if self._other_failed is not None:
+                self._pacer.again(now, max(self._others_at - now, 0))
 
     def _report_others(self, now: float, outcomes: Iterable[Outcome]) -> None:
         problems = self.sink.problems(now)
@@ -743,6 +786,13 @@ class Agent:
         for outcome in outcomes:
             self.counts.outcomes[outcome.kind, outcome.wrote.value] += 1
             self.counts.written_bytes[outcome.kind] += outcome.size_bytes
+
+
+def in_words(error: ApiError) -> str:
+    words = str(error)
+    if error.unknown_kind:
+        words += "; is the custom resource definition installed?"
+    return words
 
 
 def _in_words(outcomes: Iterable[Outcome]) -> str:

@@ -22,6 +22,8 @@ class Fault(NamedTuple):
     headers: tuple[tuple[str, str], ...] = ()
     body: bytes = b""
     after: bool = False  # the request is passed on first, and only its answer is lost
+    raw: bytes | None = None  # these bytes in place of an answer, and the end of the connection
+    pause_s: float = 0  # between two bytes of `raw`
 
 
 class QuietServer(ThreadingHTTPServer):
@@ -32,10 +34,14 @@ class QuietServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+class QuietServer6(QuietServer):
+    address_family = socket.AF_INET6
+
+
 class FaultyProxy:
     """Use as a context manager; `faults` are consumed by the next requests, one each."""
 
-    def __init__(self, server: ApiServer, *, port: int = 0) -> None:
+    def __init__(self, server: ApiServer, *, port: int = 0, host: str = "127.0.0.1") -> None:
         self.server = server
         self.asked: set[tuple[str, str]] = set()  # method and path with query
         self.faults: list[Fault] = []
@@ -44,9 +50,10 @@ class FaultyProxy:
         self.seen: list[tuple[str, str, int]] = []  # method, path without query, bytes of body
         self.connections: set[socket.socket] = set()
         self.hang_ends = threading.Event()
-        self.http = QuietServer(("127.0.0.1", port), self.handler())
+        kind = QuietServer6 if ":" in host else QuietServer
+        self.http = kind((host, port), self.handler())
         self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.http.server_address[1]}"
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,))
 
     def __enter__(self) -> "FaultyProxy":
@@ -110,6 +117,7 @@ class FaultyProxy:
                     self.send_header("Content-Type", answer.headers.get("Content-Type", ""))
                     self.send_header("Transfer-Encoding", "chunked")
                     self.end_headers()
+                    self.wfile.flush()
                     while part := answer.read1(65536):
                         self.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
                         self.wfile.flush()
@@ -117,12 +125,26 @@ class FaultyProxy:
                     self.wfile.flush()
 
             def fail(self, fault: Fault) -> None:
+                if fault.raw is not None:
+                    self.trickle(fault.raw, fault.pause_s)
+                    return
                 if fault.status == 0:
                     proxy.hang_ends.wait(30)
                     self.close_connection = True
                     self.connection.shutdown(socket.SHUT_RDWR)
                     return
                 self.reply(fault.status, fault.headers, fault.body)
+
+            def trickle(self, raw: bytes, pause_s: float) -> None:
+                with contextlib.suppress(OSError):
+                    for number in range(len(raw)) if pause_s else ():
+                        self.connection.sendall(raw[number : number + 1])
+                        if proxy.hang_ends.wait(pause_s):
+                            break
+                    if not pause_s:
+                        self.connection.sendall(raw)
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                self.close_connection = True
 
             def reply(self, status: int, headers: tuple[tuple[str, str], ...], body: bytes) -> None:
                 self.send_response(status)

@@ -1,7 +1,6 @@
 """The publisher's life: when it looks, what it believes, and that nothing ends it."""
 
 import json
-import random
 import socket
 import threading
 import time
@@ -15,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rte.agent import Agent, Kubelet, Pace, Pacer, Reason, Sources
+from rte.agent import Agent, Kubelet, Reason, Sources
 from rte.kubelet import usage
 from rte.kubelet.plausible import Look, Patience, doubt
 from rte.kubelet.policy import PolicyError
@@ -36,6 +35,7 @@ from rte.model import (
     TopologyManagerPolicy,
     Usage,
 )
+from rte.pacer import Pace
 from rte.publish.access import Access
 from rte.publish.apply import ApiServer
 from rte.publish.publisher import ApiSink, FolderSink, Sink
@@ -46,146 +46,6 @@ from tests.real_apiserver import ApiServer as RealApiServer
 from tests.small_machine import machine
 
 CRD = Path(__file__).parents[1] / "crds" / "noderesourcetopology" / "crd.yaml"
-
-# When to look
-
-STEP_S = 0.001
-LOOK_S = 0.01
-
-
-def looks(changes: list[float], pace: Pace | None = None, until: float = 3) -> list[float]:
-    """When a loop that takes 10 ms a look would begin to look and find changes."""
-    pacer = Pacer(pace or Pace(), 0, chance=0)
-    pacer.looking()
-    pacer.looked(0, wrote=False)
-    begun: list[float] = []
-    waiting, now = sorted(changes), 0.0
-    while now < until:
-        while waiting and waiting[0] <= now:
-            pacer.woken(waiting.pop(0))
-        if pacer.look_at() <= now:
-            dirty = any((begun[-1] if begun else 0) < change <= now for change in changes)
-            pacer.looking()
-            if dirty:
-                begun.append(now)
-            now += LOOK_S
-            while waiting and waiting[0] <= now:
-                pacer.woken(waiting.pop(0))
-            pacer.looked(now, wrote=dirty)
-        now += STEP_S
-    return begun
-
-
-def test_a_lone_change_is_looked_at_at_once() -> None:
-    (begun,) = looks([1.0])
-    assert begun - 1.0 <= 0.012
-
-
-def test_twenty_changes_in_a_second_are_six_writes_at_most() -> None:
-    begun = looks([1 + n / 20 for n in range(20)])
-    assert len(begun) <= 6
-    assert begun[0] - 1.0 <= 0.012
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_last_of_any_burst_is_published_within_100_ms(seed: int) -> None:
-    chance = random.Random(seed)
-    changes = sorted(1 + chance.random() for _ in range(20))
-    begun = looks(changes)
-    assert 0 <= begun[-1] + LOOK_S - changes[-1] <= 0.1
-    assert len(begun) <= 9  # six on the average of random bursts
-
-
-def test_a_quiet_node_is_polled_and_nothing_else() -> None:
-    pacer = Pacer(Pace(poll_s=10), 0, chance=0)
-    assert pacer.next() == 0
-    pacer.looking()
-    pacer.looked(0.5, wrote=False)
-    assert pacer.next() == 10.5
-
-
-@pytest.mark.parametrize("chance", [0.0, 0.5, 0.99])
-def test_re_reading_is_spread_over_half_a_period(chance: float) -> None:
-    pacer = Pacer(Pace(poll_s=10_000, reread_s=600), 0, chance=chance)
-    pacer.looking()
-    pacer.looked(0, wrote=False)
-    assert 300 <= pacer.next() <= 600
-    pacer.reread(1000, chance=chance)
-    assert 1540 <= pacer.reread_at <= 1660
-
-
-def test_errors_back_off_to_a_bound() -> None:
-    pacer = Pacer(Pace(), 0, chance=0)
-    waits = []
-    for _ in range(9):
-        pacer.looking()
-        pacer.failed(0, chance=0)
-        waits.append(pacer.next())
-    assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-    pacer.looking()
-    pacer.failed(0, chance=0.999)
-    assert 15 <= pacer.next() < 15.1
-    pacer.looking()
-    pacer.looked(1, wrote=True)
-    pacer.looking()
-    pacer.failed(2, chance=0)
-    assert pacer.next() == 2.5
-
-
-def test_a_restarted_kubelet_ends_a_back_off_but_not_the_api_servers_order() -> None:
-    pacer = Pacer(Pace(), 0, chance=0)
-    for _ in range(8):
-        pacer.looking()
-        pacer.failed(0, chance=0)
-    pacer.woken(1)
-    assert pacer.next() == 30
-    pacer.woken(1, urgent=True)
-    assert pacer.next() <= 1.1
-    pacer.looking()
-    pacer.failed(2, chance=0, after_s=60)
-    pacer.woken(3, urgent=True)
-    assert pacer.next() == 62
-
-
-def test_doubts_end() -> None:
-    pacer = Pacer(Pace(doubts_s=(0.02, 0.05)), 0, chance=0)
-    assert pacer.doubted(0, Patience.USUAL)
-    assert pacer.next() == 0.02
-    pacer.looking()
-    assert pacer.doubted(0.02, Patience.USUAL)
-    assert pacer.next() == pytest.approx(0.07)
-    assert not pacer.doubted(0.07, Patience.USUAL)
-    assert not pacer.doubted(0.07, Patience.USUAL, restarted_at=0)
-    assert pacer.doubted(0.07, Patience.LONG, restarted_at=0)
-    assert pacer.next() == pytest.approx(1.07)
-    assert not pacer.doubted(15, Patience.LONG, restarted_at=0)
-
-
-def test_a_doubt_about_what_is_likely_true_is_short() -> None:
-    pacer = Pacer(Pace(doubts_s=(0.02, 0.05), doubts_if_short=1), 0, chance=0)
-    assert pacer.doubted(0, Patience.SHORT)
-    assert not pacer.doubted(0.02, Patience.SHORT)
-
-
-def test_an_echo_follows_the_last_write_by_which_pods_may_find_room() -> None:
-    pacer = Pacer(Pace(echo_s=6), 0, chance=0)
-    pacer.looked(1, wrote=True)
-    assert pacer.next() == pacer.look_at()
-    pacer.looked(2, wrote=True, wakes=True)
-    assert pacer.echo_at == 8
-    pacer.looked(5, wrote=False)
-    assert pacer.echo_at == 8
-    pacer.looked(7, wrote=True)
-    assert pacer.echo_at == 13
-    pacer.echoed()
-    assert pacer.next() == pacer.look_at()
-
-
-def test_no_echo_when_it_is_turned_off() -> None:
-    pacer = Pacer(Pace(echo_s=0), 0, chance=0)
-    pacer.looked(2, wrote=True, wakes=True)
-    assert pacer.echo_at is None
-
 
 # What to believe
 
@@ -649,6 +509,36 @@ def test_a_sink_that_refuses_is_said_and_tried_again_with_the_newest(node: Node)
     node.out.unlink()
     node.until(lambda: node.published() == "GPU-1")
     node.until(lambda: not node.agent.problems.current())
+
+
+def with_fabric(observation: Observation) -> list[dict[str, Any]]:
+    return [*compose(observation), {"kind": "GPUFabric", "metadata": {"name": "n"}}]
+
+
+def test_what_schedulers_read_waits_for_no_other_object(make_node: MakeNode) -> None:
+    node = make_node(Pace(poll_s=30, retry_first_s=300, retry_longest_s=300))
+    node.composed = with_fabric
+    (node.out / "gpufabric-n.json").mkdir(parents=True)  # in the way
+    node.pods.start()
+    node.agent.start()
+    node.until(lambda: "gpufabric" in node.agent.not_ready().get("API server", ""))
+    for gpu in ("GPU-0", "GPU-1"):
+        node.hold(a=(gpu,))
+        node.until(lambda: node.published() == gpu)  # noqa: B023 - called in this turn
+    assert node.agent.counts.failures.total() == 1
+    assert "gpufabric" in node.agent.not_ready()["API server"]
+
+
+def test_another_object_is_tried_again_by_itself(make_node: MakeNode) -> None:
+    node = make_node()
+    node.composed = with_fabric
+    file = node.out / "gpufabric-n.json"
+    file.mkdir(parents=True)
+    node.pods.start()
+    node.agent.start()
+    node.until(lambda: node.agent.counts.failures.total() >= 3)
+    file.rmdir()
+    node.until(lambda: file.is_file() and not node.agent.not_ready())
 
 
 def test_an_api_server_that_asks_for_patience_gets_it(

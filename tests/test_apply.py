@@ -1,9 +1,11 @@
 """What the publisher writes, against a real API server: created, applied, patched, or nothing."""
 
 import copy
+import email.utils
 import itertools
 import json
 import os
+import socket
 import ssl
 import threading
 import time
@@ -16,7 +18,7 @@ import pytest
 import yaml
 
 from rte.publish.access import Access, ApiError, in_cluster, read_kubeconfig
-from rte.publish.apply import ApiServer
+from rte.publish.apply import MOST_WAIT_S, ApiServer, retry_after_s
 from rte.publish.patch import changes
 from rte.publish.publisher import (
     REPORTED_S,
@@ -364,6 +366,23 @@ def test_a_deleted_object_is_put_back_at_the_next_re_reading_only(
     assert real.get(PATH + node)["zones"] == nrt(node, available=3)["zones"]
 
 
+def test_an_object_that_is_being_deleted_is_written_until_it_is_gone(
+    real: RealApiServer, api: ApiServer, sink: ApiSink, node: str
+) -> None:
+    sink.publish(nrt(node), 0)
+    edit(real, node, {"metadata": {"finalizers": ["example.com/slow"]}})
+    real.delete(PATH + node)
+    assert real.get(PATH + node)["metadata"]["deletionTimestamp"]
+    assert sink.publish(nrt(node, available=3), 1).wrote.is_write
+    assert sink.publish(nrt(node, available=2), 2).wrote is Wrote.PATCHED
+    assert real.get(PATH + node)["zones"] == nrt(node, available=2)["zones"]
+    edit(real, node, {"metadata": {"finalizers": None}})
+    assert real.request("GET", PATH + node).status == 404
+    assert held(sink.publish(nrt(node, available=1), 3))
+    until(lambda: api.read(PATH + node, cached=True) is None)
+    assert [outcome.wrote for outcome in sink.reread(600)] == [Wrote.CREATED]
+
+
 def test_putting_back_reads_the_nodes_uid_again(
     real: RealApiServer, api: ApiServer, sink: ApiSink, node: str
 ) -> None:
@@ -427,6 +446,97 @@ def test_an_owner_that_may_not_be_set_is_left_out_and_said_once(
     assert "ownerReferences" not in live["metadata"]
     assert sink.publish(nrt(node, zones=1), 2).wrote is Wrote.APPLIED
     assert sum("without an owner" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("verb", ["merge", "apply"])
+def test_a_writer_that_never_rests_costs_one_write_a_period(
+    real: RealApiServer, faulty: ApiServer, proxy: FaultyProxy, node: str, verb: str
+) -> None:
+    """Whether it patches, or applies by force under a name of its own."""
+    sink = ApiSink(faulty, node=node, takeover_after_s=180)
+    sink.publish(nrt(node), 0)
+
+    def writes() -> list[str]:
+        return [method for method, _, _ in proxy.seen if method != "GET"]
+
+    def theirs(available: int) -> None:
+        body = nrt(node, available=available)
+        if verb == "merge":
+            edit(real, node, {"zones": body["zones"]}, manager="other")
+        else:
+            query = "?fieldManager=other&force=true"
+            real.ask("PATCH", PATH + node + query, body, content_type=APPLY)
+
+    before = len(writes())
+    for period in (1, 2):
+        for number in range(5):
+            theirs(number)
+            assert held(sink.publish(nrt(node, available=(number + period) % 4), 600 * period))
+        # The first change of a period is refused for its version, and nothing more is tried.
+        assert len(writes()) == before + 1
+        assert "'other'" in next(iter(sink.problems(600 * period).values()))
+        assert [outcome.wrote for outcome in sink.reread(600 * period)] == [Wrote.APPLIED]
+        before = len(writes())
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["at once", "after a restart"])
+def test_what_topology_updater_leaves_goes_with_it(
+    real: RealApiServer, api: ApiServer, node: str, taken: bool
+) -> None:
+    """It applies by force, with a field that is out of use and its Namespace as the owner."""
+    query = "?fieldManager=node-feature-discovery-topology-updater&force=true"
+    namespace = real.get("/api/v1/namespaces/default")["metadata"]
+    owner = {"apiVersion": "v1", "kind": "Namespace", "name": "default", "uid": namespace["uid"]}
+    former = nrt(node, available=0, zones=2)
+    former["metadata"] |= {"ownerReferences": [owner]}
+    former["topologyPolicies"] = ["SingleNUMANodePodLevel"]
+    former["zones"][1]["resources"].append(
+        {"name": "example.com/gone", "capacity": "1", "allocatable": "1", "available": "1"}
+    )
+    former["attributes"].append({"name": "cpu_core", "value": "0-7"})
+    real.ask("PATCH", PATH + node + query, former, content_type=APPLY)
+    if taken:  # by a process that left them
+        ours = {**nrt(node), "metadata": {"name": node}}
+        path = f"{PATH}{node}?fieldManager=rte&force=true"
+        real.ask("PATCH", path, ours, content_type=APPLY)
+    sink = ApiSink(api, node=node, takeover_after_s=0)
+    until(lambda: sink.publish(nrt(node), 1).wrote is Wrote.APPLIED)
+    live = real.get(PATH + node)
+    assert "topologyPolicies" not in live
+    assert (live["zones"], live["attributes"]) == (nrt(node)["zones"], nrt(node)["attributes"])
+    assert [one["kind"] for one in live["metadata"]["ownerReferences"]] == ["Node"]
+    assert last_foreign_writer(live) is None
+    assert sink.publish(nrt(node, available=1), 2).wrote is Wrote.PATCHED
+    again = ApiSink(api, node=node, takeover_after_s=180)
+    assert again.publish(nrt(node, available=1), 3).wrote is Wrote.UNCHANGED
+
+
+def test_what_resource_topology_exporter_leaves_goes_with_it(
+    real: RealApiServer, api: ApiServer, node: str
+) -> None:
+    """It creates and updates whole objects, with annotations about its own pace."""
+    uid = real.get(f"/api/v1/nodes/{node}")["metadata"]["uid"]
+    former = nrt(node, available=0)
+    former["metadata"] = {
+        "name": node,
+        "annotations": {
+            "k8stopoawareschedwg/rte-update": "periodic",
+            "k8stopoawareschedwg/sleep-duration": "60s",
+            "topology.node.k8s.io/fingerprint": "pfp0v0010000000000000000",
+            "team": "a",
+        },
+        "ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": node, "uid": uid}],
+    }
+    query = "?fieldManager=resource-topology-exporter"
+    made = real.create(f"{PATH.rstrip('/')}{query}", former)
+    real.ask("PUT", PATH + node + query, {**made, "zones": nrt(node, available=1)["zones"]})
+    sink = ApiSink(api, node=node, takeover_after_s=0)
+    until(lambda: sink.publish(nrt(node), 1).wrote is Wrote.APPLIED)
+    live = real.get(PATH + node)
+    assert live["metadata"]["annotations"] == {"team": "a"}
+    assert [one["uid"] for one in live["metadata"]["ownerReferences"]] == [uid]
+    assert live["zones"] == nrt(node)["zones"]
+    assert sink.publish(nrt(node, available=1), 2).wrote is Wrote.PATCHED
 
 
 MANAGERS = ["resource-topology-exporter", "node-feature-discovery-topology-updater", "nrt-updater"]
@@ -519,6 +629,89 @@ def test_a_missing_definition_says_so(api: ApiServer) -> None:
         api.read("/apis/fabric.rte.example/v1/gpufabrics/n")
 
 
+def test_a_cluster_with_another_version_of_the_kind_only_says_so(api: ApiServer) -> None:
+    path = PATH.replace("v1alpha2", "v1alpha3") + "x"
+    with pytest.raises(ApiError, match="v1alpha3") as refused:
+        api.read(path)
+    assert refused.value.unknown_kind
+    with pytest.raises(ApiError, match="v1alpha3") as refused:
+        api.apply(path, nrt("x"), force=True)
+    assert refused.value.unknown_kind
+
+
+DENIALS = {
+    "a policy": (
+        "ValidatingAdmissionPolicy",
+        {
+            "failurePolicy": "Fail",
+            "validations": [{"expression": "false", "message": "not on this cluster"}],
+        },
+        422,
+        "not on this cluster",
+    ),
+    "a webhook that is away": (
+        "ValidatingWebhookConfiguration",
+        {
+            "failurePolicy": "Fail",
+            "sideEffects": "None",
+            "admissionReviewVersions": ["v1"],
+            "timeoutSeconds": 1,
+            "clientConfig": {"url": "https://127.0.0.1:1/"},
+        },
+        500,
+        "failed calling webhook",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "how", "status", "words"), DENIALS.values(), ids=DENIALS.keys())
+def test_an_admission_that_denies_is_said_until_it_does_not(
+    real: RealApiServer, sink: ApiSink, node: str, kind: str, how: Json, status: int, words: str
+) -> None:
+    sink.publish(nrt(node), 0)
+    rule = {
+        "apiGroups": ["topology.node.k8s.io"],
+        "apiVersions": ["*"],
+        "resources": ["*"],
+        "operations": ["UPDATE"],
+    }
+    only = [{"name": "this", "expression": f"object.metadata.name == '{node}'"}]
+    made = []
+
+    def make(kind: str, rest: Json) -> None:
+        version = "admissionregistration.k8s.io/v1"
+        body = {"apiVersion": version, "kind": kind, "metadata": {"name": node}, **rest}
+        made.append(real.path(body))
+        real.apply(body)
+
+    if kind == "ValidatingAdmissionPolicy":
+        constraints = {"resourceRules": [rule]}
+        spec = {**how, "matchConstraints": constraints, "matchConditions": only}
+        make(kind, {"spec": spec})
+        make(f"{kind}Binding", {"spec": {"policyName": node, "validationActions": ["Deny"]}})
+    else:
+        hook = {**how, "name": "x.example.com", "rules": [rule], "matchConditions": only}
+        make(kind, {"webhooks": [hook]})
+    numbers = itertools.count()
+
+    def refusal() -> ApiError | None:
+        try:
+            sink.publish(nrt(node, available=next(numbers) % 4), 1)
+        except ApiError as error:
+            return error
+        return None
+
+    until(lambda: refusal() is not None)
+    refused = refusal()
+    assert refused is not None
+    assert refused.status == status
+    assert words in refused.message
+    for path in made:
+        real.delete(path)
+    until(lambda: refusal() is None)
+    assert not sink.problems(2)
+
+
 def test_a_missing_object_is_none(api: ApiServer, real: RealApiServer) -> None:
     assert api.read(f"{PATH}nobody-made-this") is None
 
@@ -530,6 +723,8 @@ def test_a_node_that_does_not_exist_is_an_error_with_advice(
     with pytest.raises(ApiError, match="--node-name"):
         sink.publish(nrt("no-such-node"), 0)
     assert real.request("GET", f"{PATH}no-such-node").status == 404
+    real.create_node("no-such-node")
+    assert sink.publish(nrt("no-such-node"), 1).wrote is Wrote.CREATED
 
 
 def test_a_token_without_rights_is_refused_in_the_api_servers_words(
@@ -560,6 +755,45 @@ def test_a_token_file_that_is_replaced_is_read_again(
     file.write_text(real.token)
     os.utime(file, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # the 401 alone makes it look
     assert sink.publish(nrt(node), 1).wrote is Wrote.CREATED
+    api.close()
+
+
+def test_a_token_that_is_replaced_counts_on_a_connection_that_is_kept(
+    real: RealApiServer, proxy: FaultyProxy, node: str, tmp_path: Path
+) -> None:
+    namespace = real.create_namespace()
+    real.create_service_account(namespace, "poor")
+    file = tmp_path / "token"
+    file.write_text(real.token)
+    api = ApiServer(Access(server=proxy.url, token_file=file))
+    assert api.read_node(node) is not None
+    connections = set(proxy.connections)
+    file.write_text(real.create_token(namespace, "poor"))
+    with pytest.raises(ApiError, match="Forbidden"):
+        api.read_node(node)
+    file.write_text(real.token)
+    assert api.read_node(node) is not None
+    file.unlink()
+    assert api.read_node(node) is not None, "the one in use may still do"
+    assert proxy.connections == connections
+    api.close()
+
+
+def test_an_authority_that_is_replaced_counts_though_a_connection_is_kept(
+    real: RealApiServer, node: str, tmp_path: Path
+) -> None:
+    authority = tmp_path / "ca.crt"
+    authority.write_bytes(real.ca.read_bytes())
+    api = ApiServer(Access(server=real.url, ca_file=authority, token=real.token))
+    assert api.read_node(node) is not None
+    authority.write_text("no certificate")
+    with pytest.raises(ApiError) as failed:
+        api.read_node(node)
+    assert failed.value.reason == "NoAccess"
+    authority.write_bytes(real.ca.read_bytes())
+    assert api.read_node(node) is not None
+    authority.unlink()
+    assert api.read_node(node) is not None, "the connection is kept"
     api.close()
 
 
@@ -600,6 +834,28 @@ FAULTS = {
     "not JSON": (Fault(200, body=b"[1"), None, None),
     "JSON that is no object": (Fault(200, body=b"[]"), None, None),
     "an endless answer": (Fault(200, body=b" " * (9 << 20)), None, None),
+    "a refusal of 9 MiB": (Fault(503, body=b"x" * (9 << 20)), 503, None),
+    "an object without a version": (Fault(200, body=b'{"metadata":{"name":"n"}}'), None, None),
+    "an object without metadata": (Fault(200, body=b'{"kind":"Status"}'), None, None),
+    "a connection that ends": (Fault(raw=b""), None, None),
+    "half a head": (Fault(raw=b"HTTP/1.1 200 OK\r\nConte"), None, None),
+    "half a body": (
+        Fault(raw=b'HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n{"metadata":{'),
+        None,
+        None,
+    ),
+    "half of a body in chunks": (
+        Fault(raw=b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\n{}"),
+        None,
+        None,
+    ),
+    "a head that trickles": (Fault(raw=b"HTTP/1.1 200 OK\r\n" * 9, pause_s=0.05), None, None),
+    "a body that trickles": (
+        Fault(raw=b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n" + b" " * 99, pause_s=0.02),
+        None,
+        None,
+    ),
+    "no HTTP": (Fault(raw=b"SSH-2.0-OpenSSH_9.6\r\n"), None, None),
 }
 
 
@@ -623,6 +879,125 @@ def test_a_fault_is_an_error_and_the_next_request_is_right(
     assert (failed.value.status, failed.value.retry_after_s) == (status, wait_s)
     assert sink.publish(nrt(node, available=1), 2).wrote.is_write
     assert real.get(PATH + node)["zones"] == nrt(node, available=1)["zones"]
+
+
+WAITS = {
+    "7": 7,
+    "0": 0,
+    "Wed, 21 Oct 2015 07:28:00 GMT": 20,
+    "Wed, 21 Oct 2015 07:27:00 GMT": 0,
+    "Wed, 21 Oct 2026 07:28:00 GMT": MOST_WAIT_S,
+    "86400": MOST_WAIT_S,
+    "9" * 400: MOST_WAIT_S,
+    "-5": None,
+    "1.5": None,
+    "nan": None,
+    "soon": None,
+    "": None,
+    "Wed, 31 Feb 2015 07:28:00 GMT": None,
+    "Wed, 21 Oct 99999 07:28:00 GMT": None,
+}
+
+
+@pytest.mark.parametrize(("said", "wait_s"), WAITS.items(), ids=[w[:30] for w in WAITS])
+def test_how_long_a_server_wants_to_be_left_alone(said: str, wait_s: float | None) -> None:
+    assert retry_after_s(said, now=1445412460) == wait_s  # 07:27:40
+
+
+def test_a_date_of_retry_after_is_the_servers_time(
+    faulty: ApiServer, proxy: FaultyProxy, node: str
+) -> None:
+    date = email.utils.formatdate(time.time() + 60, usegmt=True)
+    proxy.faults = [Fault(429, (("Retry-After", date),))]
+    with pytest.raises(ApiError) as refused:
+        faulty.read_node(node)
+    assert refused.value.retry_after_s == pytest.approx(60, abs=5)
+
+
+def test_a_refusals_words_have_a_bound(faulty: ApiServer, proxy: FaultyProxy, node: str) -> None:
+    status = {"kind": "Status", "reason": "Invalid" * 99, "message": "y" * 60000}
+    proxy.faults = [Fault(422, body=json.dumps(status).encode())]
+    with pytest.raises(ApiError) as refused:
+        faulty.read_node(node)
+    assert len(str(refused.value)) < 1300
+
+
+def test_a_version_that_was_not_the_objects_costs_a_reading(
+    faulty: ApiServer, proxy: FaultyProxy, real: RealApiServer, node: str
+) -> None:
+    sink = ApiSink(faulty, node=node, takeover_after_s=180)
+    sink.publish(nrt(node), 0)
+    wrong = json.dumps({"metadata": {"resourceVersion": "1", "uid": "u"}}).encode()
+    proxy.faults = [Fault(200, body=wrong, after=True)]
+    assert sink.publish(nrt(node, available=1), 1).wrote is Wrote.PATCHED
+    before = len(proxy.seen)
+    assert sink.publish(nrt(node, available=2), 2).wrote is Wrote.APPLIED
+    assert [method for method, _, _ in proxy.seen[before:]] == ["PATCH", "GET", "PATCH"]
+    assert real.get(PATH + node)["zones"] == nrt(node, available=2)["zones"]
+
+
+def test_a_kept_connection_that_was_closed_meanwhile_is_no_error(
+    faulty: ApiServer, proxy: FaultyProxy, node: str
+) -> None:
+    sink = ApiSink(faulty, node=node, takeover_after_s=180)
+    sink.publish(nrt(node), 0)
+    (connection,) = proxy.connections
+    connection.shutdown(socket.SHUT_RDWR)
+    until(lambda: not proxy.connections)
+    assert sink.publish(nrt(node, available=1), 1).wrote is Wrote.PATCHED
+
+
+def test_requests_share_a_connection(faulty: ApiServer, proxy: FaultyProxy, node: str) -> None:
+    sink = ApiSink(faulty, node=node, takeover_after_s=180)
+    sink.publish(nrt(node), 0)
+    connections = set(proxy.connections)
+    for number in range(4):
+        sink.publish(nrt(node, available=number), number)
+    sink.reread(600)
+    assert proxy.connections == connections
+    assert len(connections) == 1
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_server_that_takes_the_connection_and_says_nothing(scheme: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"{scheme}://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ApiError) as failed:
+            ApiServer(Access(server=url), timeout_s=0.2).read_node("x")
+    assert failed.value.reason == "Unreachable"
+
+
+def test_a_server_without_tls_where_tls_is_expected(proxy: FaultyProxy) -> None:
+    url = proxy.url.replace("http:", "https:")
+    with pytest.raises(ApiError, match="SSL") as failed:
+        ApiServer(Access(server=url), timeout_s=0.5).read_node("x")
+    assert failed.value.reason == "Unreachable"
+
+
+def test_a_certificate_for_another_name_is_refused(real: RealApiServer) -> None:
+    access = Access(server=real.url, ca_file=real.ca, server_name="other", token=real.token)
+    with pytest.raises(ApiError, match="hostname 'other' doesn't match"):
+        ApiServer(access).read_node("x")
+
+
+def test_proxies_of_the_environment_are_not_asked(
+    api: ApiServer, node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    assert api.read_node(node) is not None
+
+
+def test_an_api_server_at_an_ipv6_address(real: RealApiServer, node: str, tmp_path: Path) -> None:
+    environment = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "443"}
+    (tmp_path / "token").write_text(real.token)
+    assert in_cluster(environment, secrets=tmp_path).server == "https://[fd00::1]:443"
+    if not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    with FaultyProxy(real, host="::1") as proxy:
+        api = ApiServer(Access(server=proxy.url, token=real.token))
+        assert api.read_node(node) is not None
+        api.close()
 
 
 def test_a_write_whose_answer_was_lost_is_not_written_twice(

@@ -1,9 +1,9 @@
 """The daemon's few requests to the API server. The only importer of urllib3.
 
 The official client costs the daemon more than it may (docs/decisions/0001-thin-api-client.md), so
-this is a thin one: JSON over one kept-alive TLS connection, no redirects, bounded answers, one
-time-out. It retries nothing but a 401 whose token file has changed; when to ask again is for the
-caller to say.
+this is a thin one: JSON over one kept-alive TLS connection, no redirects, no proxies, bounded
+answers, one time-out. It retries nothing but a 401 whose token file has changed; when to ask again
+is for the caller to say.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import email.utils
+import socket
 import ssl
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -20,6 +22,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import msgspec
 import urllib3
+import urllib3.connection
 import urllib3.exceptions
 
 from rte.publish.access import Access, ApiError
@@ -31,7 +34,12 @@ JSON_PATCH = "application/json-patch+json"
 
 MOST_BYTES = 8 << 20  # etcd refuses objects above 1.5 MiB; a page of 100 pods stays below this
 EVENT_BYTES = 4 << 20  # one line of a watch
+REFUSAL_BYTES = 64 << 10  # what is read of a refusal
+REFUSAL_CHARACTERS = 1000
+"""What is kept of a refusal's words: they go to the log and to /readyz."""
 PODS_A_PAGE = 100
+MOST_WAIT_S = 300.0
+"""No Retry-After counts for more: the object would be wrong for as long."""
 SILENT_S = 600.0
 """A watch that says nothing for so long, no bookmark either, has lost its connection."""
 
@@ -59,7 +67,7 @@ class ApiServer:
     def read(self, path: str, *, cached: bool = False) -> Body | None:
         """An object, or None where there is none. Cached may be late, and costs a tenth."""
         try:
-            return self._object("GET", path, query={"resourceVersion": "0"} if cached else {})
+            return self._stored("GET", path, query={"resourceVersion": "0"} if cached else {})
         except ApiError as error:
             if error.status == 404 and not error.unknown_kind:
                 return None
@@ -72,12 +80,12 @@ class ApiServer:
         with metadata.uid when it is another or gone.
         """
         query = {"fieldManager": FIELD_MANAGER, "force": "true" if force else "false"}
-        return self._object("PATCH", path, query=query, body=body, content_type=APPLY)
+        return self._stored("PATCH", path, query=query, body=body, content_type=APPLY)
 
     def patch(self, path: str, operations: list[dict[str, Any]], *, version: str) -> Body:
         """A JSON patch that is refused (409) unless the object has this resource version."""
         guard = {"op": "replace", "path": "/metadata/resourceVersion", "value": version}
-        return self._object(
+        return self._stored(
             "PATCH",
             path,
             query={"fieldManager": FIELD_MANAGER},
@@ -156,8 +164,16 @@ class ApiServer:
         return bool(answer.get("status", {}).get("allowed"))
 
     def list_pods(self, node: str) -> tuple[list[bytes], str]:
-        """The pods bound to a node, each as its JSON text, and the list's resource version."""
-        query = {"fieldSelector": f"spec.nodeName={node}", "limit": str(PODS_A_PAGE)}
+        """The pods bound to a node, each as its JSON text, and the list's resource version.
+
+        From the API server's cache, which has them by node; etcd would be searched through all
+        pods of the cluster. It may be late, and a watch from that version catches up.
+        """
+        query = {
+            "fieldSelector": f"spec.nodeName={node}",
+            "limit": str(PODS_A_PAGE),
+            "resourceVersion": "0",
+        }
         pods: list[bytes] = []
         while True:
             text = self._request("GET", "/api/v1/pods", query=query)
@@ -169,6 +185,7 @@ class ApiServer:
             if not page.metadata.continue_:
                 return pods, page.metadata.resourceVersion
             query["continue"] = page.metadata.continue_
+            query.pop("resourceVersion", None)  # the token has it
 
     def watch_pods(
         self, node: str, *, version: str, for_s: float
@@ -221,6 +238,15 @@ class ApiServer:
 
     # One request
 
+    def _stored(self, method: str, path: str, **request: Any) -> Body:
+        """An object with what every object in an API server has."""
+        found: Any = self._object(method, path, **request)
+        metadata = found.get("metadata")
+        for key in ("resourceVersion", "uid"):
+            if not isinstance(metadata, dict) or not isinstance(metadata.get(key), str):
+                raise ApiError(f"{method} {path}", "Malformed", f"an object without metadata.{key}")
+        return dict(found)
+
     def _object(
         self,
         method: str,
@@ -261,8 +287,10 @@ class ApiServer:
         except BaseException:
             answer.close()
             raise
+        if answer.length_remaining:
+            answer.close()
         answer.release_conn()
-        if answer.status not in (200, 201):
+        if not _granted(answer):
             self._refuse(asked, answer, text)
         return text
 
@@ -303,35 +331,38 @@ class ApiServer:
         return answer
 
     def _content(self, answer: urllib3.BaseHTTPResponse, asked: str, within_s: float) -> bytes:
+        """All of an answer; of a refusal the first 64 KiB are enough."""
         deadline = time.monotonic() + within_s
+        most = MOST_BYTES if _granted(answer) else REFUSAL_BYTES
         parts: list[bytes] = []
         size = 0
         try:
-            for part in answer.stream(65536):
+            while part := answer.read1(65536):
                 parts.append(part)
                 size += len(part)
-                if size > MOST_BYTES:
-                    raise ApiError(asked, "TooLarge", f"the answer exceeds {MOST_BYTES} bytes")
+                if size > most:
+                    if not _granted(answer):
+                        break
+                    raise ApiError(asked, "TooLarge", f"the answer exceeds {most} bytes")
                 if time.monotonic() > deadline:
                     raise ApiError(asked, "Unreachable", "the answer takes too long")
         except urllib3.exceptions.HTTPError as error:
             raise ApiError(asked, "Unreachable", str(error)) from error
         return b"".join(parts)
 
-    @staticmethod
-    def _refuse(asked: str, answer: urllib3.BaseHTTPResponse, text: bytes) -> NoReturn:
+    def _refuse(self, asked: str, answer: urllib3.BaseHTTPResponse, text: bytes) -> NoReturn:
         try:
             status = msgspec.json.decode(text, type=_Status)
         except msgspec.DecodeError:  # "404 page not found", a proxy's page
-            status = _Status(message=text[:200].decode(errors="replace").strip())
-        wait = answer.headers.get("Retry-After", "")
+            status = _Status(message=text.decode(errors="replace").strip()[:200])
+        now = self.server_time or time.time()
         raise ApiError(
             asked,
-            status.reason
+            status.reason[:100]
             or {404: "NotFound", 429: "TooManyRequests"}.get(answer.status, "Refused"),
-            status.message,
+            status.message[:REFUSAL_CHARACTERS],
             status=answer.status,
-            retry_after_s=min(float(wait), 3600) if wait.isdecimal() else None,
+            retry_after_s=retry_after_s(answer.headers.get("Retry-After", ""), now=now),
             unknown_kind=answer.status == 404 and status.kind != "Status",
         )
 
@@ -364,6 +395,7 @@ class ApiServer:
             host = url.hostname or ""
             if url.scheme == "http":
                 self._pool = urllib3.HTTPConnectionPool(host, url.port, maxsize=2)
+                self._pool.ConnectionCls = _Plain
             else:
                 name = self.access.server_name
                 self._pool = urllib3.HTTPSConnectionPool(
@@ -374,6 +406,7 @@ class ApiServer:
                     server_hostname=name,
                     assert_hostname=name,
                 )
+                self._pool.ConnectionCls = _Secure
         return self._pool
 
     def _ca_file_changed(self) -> int | None:
@@ -400,6 +433,57 @@ class ApiServer:
         except OSError as error:  # an SSLError is one
             raise ApiError(asked, "NoAccess", f"TLS to {access.server}: {error}") from error
         return context
+
+
+def _granted(answer: urllib3.BaseHTTPResponse) -> bool:
+    return answer.status in (200, 201)
+
+
+def retry_after_s(text: str, *, now: float) -> float | None:
+    """Seconds of a Retry-After header, which has a number of them or a date; None where it has
+    neither. `now` is the server's clock, seconds since the epoch."""
+    if text.isdecimal():
+        return min(float(text), MOST_WAIT_S)
+    try:
+        wait_s = email.utils.parsedate_to_datetime(text).timestamp() - now
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return min(max(wait_s, 0.0), MOST_WAIT_S)
+
+
+@contextlib.contextmanager
+def _in_time(connection: urllib3.connection.HTTPConnection) -> Iterator[None]:
+    """Ends the connection when the time-out is over: a socket's own starts anew at each byte, so
+    that a head that trickles would never end."""
+
+    def end() -> None:
+        with contextlib.suppress(OSError):
+            if connection.sock is not None:
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    seconds = connection.timeout
+    if not isinstance(seconds, int | float):
+        yield
+        return
+    alarm = threading.Timer(seconds, end)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield
+    finally:
+        alarm.cancel()
+
+
+class _Plain(urllib3.connection.HTTPConnection):
+    def getresponse(self) -> urllib3.HTTPResponse:  # type: ignore[override]
+        with _in_time(self):
+            return super().getresponse()
+
+
+class _Secure(urllib3.connection.HTTPSConnection):
+    def getresponse(self) -> urllib3.HTTPResponse:  # type: ignore[override]
+        with _in_time(self):
+            return super().getresponse()
 
 
 class _Status(msgspec.Struct):

@@ -33,6 +33,14 @@ REPORTED_S = 3600.0
 SELDOM = 6
 """Of so many re-readings one is of an object that schedulers do not read."""
 
+FORMER_ANNOTATIONS = (
+    "k8stopoawareschedwg/rte-update",
+    "k8stopoawareschedwg/sleep-duration",
+    "k8stopoawareschedwg/update-interval",
+    "topology.node.k8s.io/fingerprint",
+)
+"""What resource-topology-exporter says of its own writes beside zones and attributes."""
+
 PLURAL = {"NodeResourceTopology": "noderesourcetopologies", "GPUFabric": "gpufabrics"}
 
 
@@ -264,7 +272,8 @@ class Publication:
         self._echo = _echo_of(live)
         said = _without_echo(live)
         version = str(live["metadata"]["resourceVersion"])
-        if holds(said, self._with_owner(body, anew=False)):
+        wanted = self._with_owner(body, anew=False)
+        if holds(said, wanted) and not leftovers(said, wanted):
             self._known(body, version)
             return self._outcome(Wrote.UNCHANGED)
         writer = last_foreign_writer(live)
@@ -330,6 +339,9 @@ class Publication:
             self._owner = None
             return self._apply(body, version=version)
         self._known(body, str(live["metadata"]["resourceVersion"]))
+        if operations := leftovers(live, sent):
+            self._published = None
+            self._patch(body, operations, Wrote.APPLIED)
         return self._outcome(Wrote.APPLIED, sent)
 
     def _patch(self, body: Body, operations: list[dict[str, Any]], wrote: Wrote) -> Outcome:
@@ -350,6 +362,33 @@ class Publication:
     def _outcome(self, wrote: Wrote, sent: Any = None) -> Outcome:
         kind = str(self._wanted["kind"]) if self._wanted else ""
         return Outcome(kind, wrote, len(msgspec.json.encode(sent)) if sent else 0)
+
+
+def leftovers(live: Body, wanted: Body) -> list[dict[str, Any]]:
+    """The JSON patch that takes away what a former writer's NodeResourceTopology has beside ours,
+    which an apply leaves as it is: topologyPolicies and the Namespace as an owner, which keeps the
+    object when its Node goes, of nfd-topology-updater; annotations of resource-topology-exporter.
+    """
+    if wanted["kind"] != "NodeResourceTopology":
+        return []
+    metadata = live["metadata"]
+    paths = [f"/{key}" for key in sorted(live.keys() - wanted.keys())]
+    annotations = metadata.get("annotations") or {}
+    paths += [
+        f"/metadata/annotations/{key.replace('/', '~1')}"
+        for key in FORMER_ANNOTATIONS
+        if key in annotations
+    ]
+    operations: list[dict[str, Any]] = [{"op": "remove", "path": path} for path in paths]
+    if owners := wanted["metadata"].get("ownerReferences"):
+        kept = [
+            owner
+            for owner in metadata.get("ownerReferences") or ()
+            if any(holds(owner, own) for own in owners)
+        ]
+        if len(kept) < len(metadata.get("ownerReferences") or ()):
+            operations.append({"op": "replace", "path": "/metadata/ownerReferences", "value": kept})
+    return operations
 
 
 def refuses_owner(error: ApiError) -> bool:
