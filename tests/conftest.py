@@ -113,8 +113,9 @@ def kubelet(go_program: GoProgram) -> Iterator[StartKubelet]:
 
 @pytest.fixture(scope="session")
 def apiserver(go_program: GoProgram) -> Iterator[ApiServer]:
-    """One API server for the whole session."""
-    with ApiServer(go_program("apiserver")) as server:
+    """One API server for the whole session, as strict as some distributions have it."""
+    strict = "--enable-admission-plugins=OwnerReferencesPermissionEnforcement"
+    with ApiServer(go_program("apiserver"), [strict]) as server:
         yield server
     # Checked here and not in a test, which would have to start another one.
     assert not server.ca.parent.exists(), "the API server has left its folder behind"

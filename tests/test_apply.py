@@ -423,26 +423,52 @@ def test_another_process_of_ours_is_no_second_writer(
     assert not again.problems(4)
 
 
-def test_an_owner_that_may_not_be_set_is_left_out_and_said_once(
-    real: RealApiServer,
-    faulty: ApiServer,
-    proxy: FaultyProxy,
-    node: str,
-    caplog: pytest.LogCaptureFixture,
+@pytest.fixture
+def poor(real: RealApiServer) -> Iterator[ApiServer]:
+    """May get, create and patch, and delete nothing."""
+    namespace = real.create_namespace("poor")
+    real.create_service_account(namespace, "rte")
+    group = "rbac.authorization.k8s.io"
+    rights = {
+        "topology.node.k8s.io": (["noderesourcetopologies"], ["get", "create", "patch"]),
+        "": (["nodes"], ["get"]),
+    }
+    rules = [{"apiGroups": [g], "resources": r, "verbs": v} for g, (r, v) in rights.items()]
+    role = {"apiGroup": group, "kind": "ClusterRole", "name": namespace}
+    account = {"kind": "ServiceAccount", "name": "rte", "namespace": namespace}
+    name = {"metadata": {"name": namespace}}
+    real.create(f"/apis/{group}/v1/clusterroles", {**name, "rules": rules})
+    binding = {**name, "roleRef": role, "subjects": [account]}
+    real.create(f"/apis/{group}/v1/clusterrolebindings", binding)
+    token = real.create_token(namespace, "rte")
+    api = ApiServer(Access(server=real.url, ca_file=real.ca, token=token))
+    until(lambda: api.may("patch", "noderesourcetopologies", group="topology.node.k8s.io"))
+    yield api
+    api.close()
+
+
+def test_an_owner_may_be_set_where_an_object_is_created(
+    real: RealApiServer, poor: ApiServer, node: str
 ) -> None:
-    """OwnerReferencesPermissionEnforcement: we take over an object that we may not delete."""
-    former = nrt(node, available=0)
+    """OwnerReferencesPermissionEnforcement is on here."""
+    sink = ApiSink(poor, node=node, takeover_after_s=180)
+    assert sink.publish(nrt(node), 0).wrote is Wrote.CREATED
+    assert sink.publish(nrt(node, zones=1), 1).wrote is Wrote.APPLIED
+    (owner,) = real.get(PATH + node)["metadata"]["ownerReferences"]
+    assert owner["name"] == node
+
+
+def test_an_owner_that_may_not_be_set_is_left_out_and_said_once(
+    real: RealApiServer, poor: ApiServer, node: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """We take over an object that we may not delete."""
+    former = nrt(node, available=0) | {"topologyPolicies": ["None"]}
     real.ask("PATCH", f"{PATH}{node}?fieldManager=nfd", former, content_type=APPLY)
-    sink = ApiSink(faulty, node=node, takeover_after_s=0)
-    words = (
-        f'"{node}" is forbidden: cannot set an ownerRef on a resource you can\'t delete: , <nil>'
-    )
-    status = {"kind": "Status", "code": 403, "reason": "Forbidden", "message": words}
-    # The object is read, then its Node, then it is written.
-    proxy.then = {"PATCH": [Fault(403, body=json.dumps(status).encode())]}
-    assert sink.publish(nrt(node), 1).wrote is Wrote.APPLIED
+    sink = ApiSink(poor, node=node, takeover_after_s=0)
+    until(lambda: sink.publish(nrt(node), 1).wrote is Wrote.APPLIED)
     live = real.get(PATH + node)
     assert live["zones"] == nrt(node)["zones"]
+    assert "topologyPolicies" not in live
     assert "ownerReferences" not in live["metadata"]
     assert sink.publish(nrt(node, zones=1), 2).wrote is Wrote.APPLIED
     assert sum("without an owner" in record.message for record in caplog.records) == 1
@@ -820,7 +846,7 @@ def proxy(real: RealApiServer) -> Iterator[FaultyProxy]:
 
 @pytest.fixture
 def faulty(real: RealApiServer, proxy: FaultyProxy) -> Iterator[ApiServer]:
-    api = ApiServer(Access(server=proxy.url, token=real.token), timeout_s=0.5)
+    api = ApiServer(Access(server=proxy.url, token=real.token))
     yield api
     api.close()
 
@@ -873,8 +899,11 @@ def test_a_fault_is_an_error_and_the_next_request_is_right(
     sink.publish(nrt(node), 0)
     proxy.faults = [fault]
     requests = len(proxy.seen)
+    patience_s = faulty.timeout_s
+    faulty.timeout_s = 0.5
     with pytest.raises(ApiError) as failed:
         sink.publish(nrt(node, available=1), 1)
+    faulty.timeout_s = patience_s
     assert len(proxy.seen) == requests + 1
     assert (failed.value.status, failed.value.retry_after_s) == (status, wait_s)
     assert sink.publish(nrt(node, available=1), 2).wrote.is_write

@@ -419,6 +419,27 @@ def test_the_fabric_is_written_once_and_belongs_to_the_node(daemon: Daemon) -> N
     assert after["metadata"]["resourceVersion"] == fabric["metadata"]["resourceVersion"]
 
 
+def test_it_takes_over_from_an_exporter_with_exactly_its_token(daemon: Daemon) -> None:
+    """It may not delete the object, and so set no owner: OwnerReferencesPermissionEnforcement."""
+    former = {
+        "apiVersion": "topology.node.k8s.io/v1alpha2",
+        "kind": "NodeResourceTopology",
+        "metadata": {"name": daemon.node},
+        "topologyPolicies": ["None"],
+        "zones": [],
+    }
+    manager = "node-feature-discovery-topology-updater"
+    daemon.cluster.apiserver.apply(former, field_manager=manager)
+    daemon.config["nrt"] = {"takeoverAfter": 0}
+    daemon.start()
+    daemon.until(lambda: daemon.is_ready() and daemon.free_gpus() == [4, 4], "taken over")
+    nrt = daemon.nrt()
+    assert nrt is not None
+    assert "topologyPolicies" not in nrt
+    assert "ownerReferences" not in nrt["metadata"]
+    assert "it stays without an owner" in daemon.log()
+
+
 def sockets(daemon: Daemon) -> set[str]:
     return {path.name for path in daemon.kubelet.plugin_dir.glob("*.sock")}
 
