@@ -546,7 +546,7 @@ class Agent:
         usage = read_usage(self.kubelet.channel, self.kubelet.timeout_s)
         allocatable = read_allocatable(self.kubelet.channel, self.kubelet.timeout_s)
         handed_out, pods = self._handed_out(), self._sources.pods()
-        usage = with_ended(usage, handed_out, allocatable=allocatable, pods=pods)
+        usage = with_ended(usage, handed_out, pods=pods)
         self._sources.listed(usage, asked)
         look = Look(usage=usage, allocatable=allocatable, handed_out=handed_out)
         self.problems.end("kubelet")

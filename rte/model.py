@@ -441,8 +441,11 @@ class Usage:
     pods: tuple[PodUse, ...] = ()
     memory_free: Mapping[str, Mapping[NumaId, int]] = field(default_factory=dict)
     """Resource → node → bytes, as the Memory Manager itself has it: what a block of several nodes
-    takes of each depends on what was there before it. Empty where there is no such block, and where
-    the manager's file is older than this list."""
+    takes of each depends on what was there before it. Empty where its file is older than this
+    list, or is not read."""
+    cpus_managed: frozenset[CpuId] = frozenset()
+    """CPUs that the CPU Manager has in its pool or has handed out: others it has lost. Empty where
+    its file is not read."""
 
     def device_ids(self) -> Mapping[str, frozenset[DeviceId]]:
         """The ids in use, by resource name."""

@@ -46,7 +46,7 @@ def observe(
     handed_out = read_handed_out(kubelet.root, kubelet.plugin_dir)
     return Observation(
         machine=machine_of(kubelet.machine),
-        usage=with_ended(read_usage(channel, 5), handed_out, allocatable=allocatable, pods=pods),
+        usage=with_ended(read_usage(channel, 5), handed_out, pods=pods),
         allocatable=allocatable,
         policy=read_policy(kubelet.root / "config.yaml"),
         node_allocatable={

@@ -56,38 +56,48 @@ def recount_all(
     ours: Collection[str] = (),
     gone: Collection[str] = (),
     totals: Mapping[str, int] | None = None,
+    allocatable_cpus: Collection[int] | None = None,
 ) -> Zones:
     """The same for any devices: resource → id → NUMA nodes.
 
     Of resources in `ours` each device counts, of others those that are healthy or held. `gone` are
     resources whose plugin has gone, which the checkpoint does not say. `totals` are what each zone
-    is to offer of what no manager binds.
+    is to offer of what no manager binds. `allocatable_cpus` are those that the CPU Manager says it
+    can hand out; without them, all but the configuration's `reservedSystemCPUs`.
     """
     config = yaml.safe_load((root / "config.yaml").read_text())
-    zones: Zones = {}
-    for node in machine:
-        if not node["cores"]:
-            continue
-        zone = zones[f"node-{len(zones)}"] = {}
-        for name, total in (totals or {}).items():
-            zone[name] = Counted(total, total, total)
-        if config.get("cpuManagerPolicy") == "static":
-            zone["cpu"] = count_cpus(root, node, alive)
-        if config.get("memoryManagerPolicy") == "Static":
-            alone = config.get("topologyManagerPolicy") == "single-numa-node"
-            zone.update(count_memory(root, node, alive, alone=alone))
-        for name, nodes in devices.items():
-            counted = count_devices(
+    nodes = [node for node in machine if node["cores"]]
+    zones: Zones = {f"node-{number}": {} for number, _ in enumerate(nodes)}
+    bound: dict[int, dict[str, Counted]] = {node["id"]: {} for node in nodes}
+    if config.get("cpuManagerPolicy") == "static":
+        offered = allocatable_cpus
+        if offered is None:
+            offered = every_cpu(machine) - cpus(config["reservedSystemCPUs"])
+        free = shared_cpus(root, alive)
+        for node in nodes:
+            own = {cpu for core in node["cores"] for cpu in core}
+            here = own.intersection(offered)
+            bound[node["id"]]["cpu"] = Counted(len(own), len(here), len(here & free))
+    if config.get("memoryManagerPolicy") == "Static":
+        alone = config.get("topologyManagerPolicy") == "single-numa-node"
+        for id, counted in count_memory(root, alive, alone=alone).items():
+            if id in bound:
+                bound[id].update(counted)
+    for zone, node in zip(zones.values(), nodes, strict=True):
+        zone.update({name: Counted(total, total, total) for name, total in (totals or {}).items()})
+        zone.update(bound[node["id"]])
+        for name, of_nodes in devices.items():
+            figures = count_devices(
                 root,
                 name,
                 node["id"],
-                nodes,
+                of_nodes,
                 alive,
                 all_=name in ours,
                 offered=name not in gone,
             )
-            if counted.capacity:
-                zone[name] = counted
+            if figures.capacity:
+                zone[name] = figures
     return zones
 
 
@@ -97,20 +107,21 @@ def saved(path: Path) -> dict[str, Any]:
     return {**state, **json.loads(state.get("data") or "{}")}
 
 
-def count_cpus(root: Path, node: Mapping[str, Any], alive: Collection[str]) -> Counted:
-    config = yaml.safe_load((root / "config.yaml").read_text())
+def every_cpu(machine: Sequence[Mapping[str, Any]]) -> set[int]:
+    return {cpu for node in machine for core in node["cores"] for cpu in core}
+
+
+def shared_cpus(root: Path, alive: Collection[str]) -> set[int]:
+    """The CPU Manager's pool, with what pods hold that have ended and it has not yet missed."""
     state = saved(root / "cpu_manager_state")
-    own = {cpu for core in node["cores"] for cpu in core}
-    offered = own - cpus(config["reservedSystemCPUs"])
-    held = set()
-    for uid, containers in state.get("entries", {}).items():
-        if uid in alive:
-            for text in containers.values():
-                held |= cpus(text)
-    for uid, whole in state.get("podEntries", {}).items():
-        if uid in alive:
-            held |= cpus(whole["cpuSet"])
-    return Counted(len(own), len(offered), len(offered - held))
+    free = cpus(state["defaultCpuSet"])
+    for uid, containers in (state.get("entries") or {}).items():
+        if uid not in alive:
+            free = free.union(*map(cpus, containers.values()))
+    for uid, whole in (state.get("podEntries") or {}).items():
+        if uid not in alive:
+            free |= cpus(whole["cpuSet"])
+    return free
 
 
 def cpus(text: str) -> set[int]:
@@ -123,32 +134,55 @@ def cpus(text: str) -> set[int]:
 
 
 def count_memory(
-    root: Path, node: Mapping[str, Any], alive: Collection[str], *, alone: bool
-) -> dict[str, Counted]:
-    """The Memory Manager's own sum, with what pods hold that have ended and it has not yet missed.
+    root: Path, alive: Collection[str], *, alone: bool
+) -> dict[int, dict[str, Counted]]:
+    """By NUMA node and resource: the Memory Manager's own tables, after it has taken back what
+    pods hold that have ended and it has not yet missed. A kind that one node has is in all.
 
     `alone`: only what one node gives by itself counts, which a node of a group does not.
     """
     state = saved(root / "memory_manager_state")
-    here = state["machineState"][str(node["id"])]
-    in_group = len(here["cells"]) > 1
-    counted = {}
-    for kind, table in here["memoryMap"].items():
-        stale = 0
-        whole = state.get("podEntries", {})
-        for uid, containers in state.get("entries", {}).items():
+    nodes = {int(id): here for id, here in state["machineState"].items()}
+    wholes = state.get("podEntries") or {}
+    for uid, containers in (state.get("entries") or {}).items():
+        if uid not in alive:
             of_containers = [block for blocks in containers.values() for block in blocks]
-            blocks = whole[uid]["memoryBlocks"] if uid in whole else of_containers
-            if uid not in alive:
-                stale += sum(
-                    block["size"]
-                    for block in blocks
-                    if block["type"] == kind and block["numaAffinity"] == [node["id"]]
-                )
-        if table["total"]:
-            free = 0 if alone and in_group else table["free"] + stale
-            counted[kind] = Counted(table["total"], table["allocatable"], free)
-    return counted
+            take_back(nodes, wholes[uid]["memoryBlocks"] if uid in wholes else of_containers)
+    kinds = {
+        kind
+        for here in nodes.values()
+        for kind, table in here["memoryMap"].items()
+        if table["total"]
+    }
+    return {
+        id: {
+            kind: Counted(
+                table["total"],
+                table["allocatable"],
+                0 if alone and len(here["cells"]) > 1 else table["free"],
+            )
+            for kind, table in here["memoryMap"].items()
+            if kind in kinds
+        }
+        for id, here in nodes.items()
+    }
+
+
+def take_back(nodes: Mapping[int, Mapping[str, Any]], blocks: Sequence[Mapping[str, Any]]) -> None:
+    """As the Memory Manager does: of each node of a block what is taken there, in their order,
+    whoever has it; a node that nobody uses any more is in no group."""
+    for block in blocks:
+        rest = block["size"]
+        for id in block["numaAffinity"]:
+            here: Any = nodes[id]
+            here["numberOfAssignments"] -= 1
+            if here["numberOfAssignments"] == 0:
+                here["cells"] = [id]
+            table = here["memoryMap"][block["type"]]
+            back = min(rest, table["reserved"])
+            table["reserved"] -= back
+            table["free"] += back
+            rest -= back
 
 
 def count_devices(
@@ -163,17 +197,16 @@ def count_devices(
 ) -> Counted:
     path = root / "device-plugins" / "kubelet_internal_checkpoint"
     data = json.loads(path.read_text())["Data"] if path.exists() else {}
-    here = {name for name, nodes in devices.items() if node in nodes}
+    offered_here = {name for name, nodes in devices.items() if node in nodes}
     registered = (data.get("RegisteredDevices") or {}).get(resource) or ()
-    healthy = here & set(registered if offered else ())
+    healthy = offered_here & set(registered if offered else ())
     held = {
         name
         for entry in data.get("PodDeviceEntries") or ()
         if entry["PodUID"] in alive and entry["ResourceName"] == resource
-        for ids in entry["DeviceIDs"].values()
-        for name in ids
+        for name in entry["DeviceIDs"].get(str(node), ())
     }
-    known = here if all_ else healthy | here & held
+    known = (offered_here if all_ else healthy) | held
     return Counted(len(known), len(healthy), len(healthy - held))
 
 

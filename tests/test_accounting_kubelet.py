@@ -4,20 +4,18 @@ Each case drives the real managers and then compares every figure of every zone 
 their own files. docs/publisher.md has the same cases as a table.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rte.kubelet import usage
-from rte.model import DeviceUse, NumaId, PodFacts, PodName
+from rte.model import PodName
 from rte.publish.nrt import nrt
+from tests.accounted import Node
 from tests.observed import observe
-from tests.real_kubelet import Admission, Kubelet, numa_nodes, pod
-from tests.recount import Zones, published, recount_all
-from tests.simple_plugin import SimplePlugin
+from tests.real_kubelet import Kubelet, numa_nodes, pod
+from tests.recount import published
 
 DEVICE, OTHER = "example.com/gpu", "example.com/nic"
 STATIC = {"cpuManagerPolicy": "static", "memoryManagerPolicy": "Static"}
@@ -27,106 +25,6 @@ POD_LEVEL = {"PodLevelResources": True, "PodLevelResourceManagers": True}
 EIGHT = {f"d{n}": (n // 4,) for n in range(8)}
 
 StartKubelet = Callable[..., Kubelet]
-Devices = Mapping[str, tuple[int, ...] | None]
-
-
-class Node:
-    """A kubelet, plugins beside it, and what of its pods runs."""
-
-    def __init__(self, kubelet: Kubelet, *, asks_api: bool = True) -> None:
-        self.kubelet = kubelet
-        self.asks_api = asks_api
-        self.channel = usage.channel(kubelet.pod_resources)
-        self.plugins: dict[str, SimplePlugin] = {}
-        self.ours: set[str] = set()  # resources of which all devices are known, as of our own
-        self.alive: dict[str, str] = {}  # name → UID
-
-    def close(self) -> None:
-        self.channel.close()
-        for plugin in self.plugins.values():
-            plugin.stop()
-
-    def plug(self, resource: str, devices: Devices, *, ours: bool = False) -> SimplePlugin:
-        plugin = self.plugins[resource] = SimplePlugin(resource, devices)
-        plugin.serve(self.kubelet.plugin_dir)
-        self.kubelet.wait_devices(resource, len(devices))
-        if ours:
-            self.ours.add(resource)
-        return plugin
-
-    def sicken(self, resource: str, *ids: str) -> None:
-        """These are unhealthy, and the others are not."""
-        plugin = self.plugins[resource]
-        plugin.set_unhealthy(*ids)
-        self.kubelet.wait_devices(resource, len(plugin.devices) - len(ids))
-
-    def admit(self, body: Mapping[str, Any]) -> Admission:
-        admission = self.kubelet.admit(body)
-        if admission.admitted:
-            self.alive[admission.name] = admission.uid
-        return admission
-
-    def run(self, name: str, *containers: Mapping[str, str | int], **more: Any) -> Admission:
-        admission = self.admit(pod(name, *containers, **more))
-        assert admission.admitted, admission.message
-        return admission
-
-    def remove(self, name: str) -> None:
-        self.kubelet.remove(name)
-        del self.alive[name]
-
-    def facts(self) -> tuple[PodFacts, ...] | None:
-        if not self.asks_api:
-            return None
-        return tuple(
-            PodFacts(
-                pod=PodName(namespace=state.namespace, name=state.name),
-                phase=state.phase,
-                qos="Guaranteed",
-                uid=state.uid,
-            )
-            for state in self.kubelet.state().pods
-        )
-
-    def published(self) -> Zones:
-        body = nrt(
-            observe(self.kubelet, self.channel, self.facts()),
-            node_name="n",
-            node_uid=None,
-            version="test",
-            ours=[
-                DeviceUse(resource=resource, id=id, numa=tuple(map(NumaId, nodes or ())))  # type: ignore[arg-type]
-                for resource in self.ours
-                for id, nodes in self.plugins[resource].devices.items()
-            ],
-        )
-        return published(body)
-
-    def recount(self, totals: Mapping[str, int] | None = None) -> Zones:
-        return recount_all(
-            self.kubelet.root,
-            self.kubelet.machine,
-            {
-                resource: {id: nodes for id, nodes in plugin.devices.items() if nodes}
-                for resource, plugin in self.plugins.items()
-            },
-            set(self.alive.values()),
-            ours=self.ours,
-            totals=totals,
-        )
-
-    def check(self, totals: Mapping[str, int] | None = None) -> Zones:
-        """Compares all figures; what is published."""
-        end = time.monotonic() + 3  # a list of devices is news to the kubelet for a moment
-        while (now := self.published()) != self.recount(totals):
-            assert time.monotonic() < end or now == self.recount(totals)
-            time.sleep(0.01)
-        return now
-
-    def available(self, resource: str) -> list[int]:
-        """By zone; 0 where the zone does not have it."""
-        zones = self.check().values()
-        return [zone[resource].available if resource in zone else 0 for zone in zones]
 
 
 @pytest.fixture
@@ -237,6 +135,19 @@ def test_a_group_of_nodes_is_filled_in_order_and_ends_with_its_last_pod(start: S
     assert min(node.available("memory")) > 60 << 30
 
 
+def test_a_group_whose_pod_has_ended_is_counted_as_its_next_pod_will_find_it(start: Start) -> None:
+    """The Memory Manager looks who has ended before the next admission, not sooner."""
+    node = start(BEST)
+    node.run("wide", {"cpu": 20, "memory": "90Gi"})
+    node.run("also", {"cpu": 2, "memory": "20Gi"})
+    left = node.available("memory")
+    node.remove("also")
+    # What comes back is taken from the group's first node, though it was of the second.
+    assert node.available("memory") == [left[0] + (20 << 30), left[1]]
+    node.run("also", {"cpu": 2, "memory": "20Gi"})
+    assert node.available("memory") == left
+
+
 def test_a_group_ends_with_the_policy_that_allowed_it(start: Start) -> None:
     node = start(BEST)
     node.run("wide", {"cpu": 2, "memory": "90Gi"})
@@ -300,9 +211,10 @@ def test_a_late_plugin_adds_its_resource_and_a_lost_one_takes_it_away(start: Sta
     assert sum(node.available(OTHER)) == 1
     node.plugins[OTHER].stop()
     node.kubelet.wait_devices(OTHER, 0)
-    zones = node.published().values()
+    node.gone.add(OTHER)
     # Only what a pod still holds is known of it.
-    assert [zone[OTHER] for zone in zones if OTHER in zone] == [(1, 0, 0)]
+    assert [zone[OTHER] for zone in node.check().values() if OTHER in zone] == [(1, 0, 0)]
+    node.gone.discard(OTHER)
     node.plugins[OTHER].serve(node.kubelet.plugin_dir)
     node.kubelet.wait_devices(OTHER, 2)
     assert sum(node.available(OTHER)) == 1
@@ -345,6 +257,24 @@ def test_what_an_init_container_had_stays_with_the_pod(start: Start, asks_api: b
     assert sorted(node.available(DEVICE)) == [0, 4]
 
 
+@pytest.mark.parametrize("asks_api", [True, False], ids=["by UID", "by what it holds"])
+def test_what_an_init_container_had_counts_though_it_is_not_healthy(
+    start: Start, asks_api: bool
+) -> None:
+    node = start(SINGLE, asks_api=asks_api)
+    node.plug(DEVICE, {**EIGHT, "both": (0, 1)})
+    node.plug(OTHER, {"n0": (0,), "n1": (1,), "n2": (0, 1)})
+    node.run("a", {DEVICE: 1}, init=[{DEVICE: 2, OTHER: 2}])
+    node.plugins[OTHER].stop()
+    node.kubelet.wait_devices(OTHER, 0)
+    node.gone.add(OTHER)
+    assert any(zone[OTHER].capacity for zone in node.check().values() if OTHER in zone)
+    node.plugins[OTHER].serve(node.kubelet.plugin_dir)
+    node.kubelet.wait_devices(OTHER, 3)
+    node.gone.discard(OTHER)
+    assert any(node.available(OTHER))
+
+
 def test_an_init_container_alone_may_hold_devices(start: Start) -> None:
     node = start(SINGLE)
     node.plug(DEVICE, EIGHT)
@@ -383,6 +313,24 @@ def test_a_pod_that_has_ended_holds_nothing_though_it_is_still_there(
     node.check()
 
 
+@pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
+def test_kubelets_before_1_34_list_pods_that_have_ended(start: Start, phase: str) -> None:
+    gates = {"KubeletPodResourcesListUseActivePods": False}
+    node = start({**SINGLE, "featureGates": gates})
+    node.plug(DEVICE, EIGHT)
+    full = node.check()
+    node.run("a", {DEVICE: 4, "cpu": 4, "memory": "8Gi"}, init=[{DEVICE: 4, "cpu": 6}])
+    node.run("b", {"cpu": 2, "memory": "1Gi"})
+    for name in ("a", "b"):
+        node.kubelet.finish(name, phase=phase)
+        del node.alive[name]
+    assert {pod.name for pod in node.kubelet.state().pods} == {"a", "b"}
+    assert node.check() == full
+    refused = node.admit(pod("c", {DEVICE: 2, "cpu": 2, "memory": "1Gi"}, {DEVICE: 5}))
+    assert not refused.admitted
+    assert node.check() == full
+
+
 def test_a_rejected_pod_holds_nothing_though_managers_had_given_it_some(start: Start) -> None:
     node = start({**SINGLE, "cpuManagerPolicyOptions": {"full-pcpus-only": "true"}})
     node.plug(DEVICE, EIGHT)
@@ -416,6 +364,25 @@ def test_pod_level_resources_are_the_pods_budget(start: Start, scope: str) -> No
     node.check()
     node.remove("a")
     node.check()
+
+
+def test_what_the_managers_lose_of_a_pods_budget_at_a_restart_is_not_available(
+    start: Start,
+) -> None:
+    """1.37.2 hands out the budget anew, and remembers only the second."""
+    config = {"topologyManagerPolicy": "best-effort", "topologyManagerScope": "pod"}
+    node = start({**STATIC, **config, "featureGates": POD_LEVEL})
+    body = pod("a", {})
+    budget = {"cpu": "4", "memory": "2Gi"}
+    body["spec"]["resources"] = {"requests": budget, "limits": budget}
+    assert node.admit(body).admitted
+    assert sum(node.available("cpu")) == 30 - 4
+    (again,) = node.kubelet.restart()
+    assert again.admitted
+    assert sum(node.available("cpu")) == 30 - 8
+    node.remove("a")
+    node.run("b", {"cpu": 2, "memory": "1Gi"})
+    assert sum(node.available("cpu")) == 30 - 4 - 2
 
 
 def test_a_static_pod_counts_as_any_other(start: Start) -> None:

@@ -48,16 +48,16 @@ def test_devices_are_counted_once_whatever_their_numa_nodes(tmp_path: Path) -> N
             "Checksum": 1,
         },
     )
-    held, registered = read_devices(path)
-    assert held == {
-        A: {(GPU, DeviceId("G0")), (GPU, DeviceId("G1")), ("example.com/nic", DeviceId("G0"))}
-    }
+    held, nodes, registered = read_devices(path)
+    g0, g1, nic = (GPU, DeviceId("G0")), (GPU, DeviceId("G1")), ("example.com/nic", DeviceId("G0"))
+    assert held == {A: {g0, g1, nic}}
+    assert nodes == {g0: (0,), g1: (0, 1), nic: ()}
     assert registered == {GPU: {"G0", "G1", "G2"}, "example.com/nic": set()}
 
 
 def test_an_empty_checkpoint_holds_nothing(tmp_path: Path) -> None:
     data: dict[str, Any] = {"PodDeviceEntries": None, "RegisteredDevices": {}}
-    assert read_devices(write(tmp_path / "f", {"Data": data, "Checksum": 0})) == ({}, {})
+    assert read_devices(write(tmp_path / "f", {"Data": data, "Checksum": 0})) == ({}, {}, {})
 
 
 CPUS = {
@@ -69,7 +69,7 @@ CPUS = {
     },
     "with pod-level sets": {
         "policyName": "static",
-        "defaultCpuSet": "0",
+        "defaultCpuSet": "0,3-7",
         "podEntries": {"uid-a": {"cpuSet": "1-2"}},
         "checksum": 1,
     },
@@ -78,7 +78,9 @@ CPUS = {
         "defaultCpuSet": "0",
         "entries": {"uid-a": {"c": "7"}},
         "checksum": 1,
-        "data": json.dumps({"entries": {"uid-a": {"c": "1,2"}}, "baselines": {}}),
+        "data": json.dumps(
+            {"defaultCpuSet": "0,3-7", "entries": {"uid-a": {"c": "1,2"}}, "baselines": {}}
+        ),
         "dataChecksum": 2,
     },
     "the policy none": {"policyName": "none", "defaultCpuSet": "", "checksum": 1},
@@ -87,8 +89,9 @@ CPUS = {
 
 @pytest.mark.parametrize("content", CPUS.values(), ids=CPUS.keys())
 def test_exclusive_cpus_are_read(tmp_path: Path, content: dict[str, Any]) -> None:
-    found = read_cpus(write(tmp_path / CPU_STATE, content))
+    found, shared = read_cpus(write(tmp_path / CPU_STATE, content))
     held = {CpuId(1), CpuId(2)}
+    assert shared == ({0, *range(3, 8)} if found else set())
     if "podEntries" in content:
         assert found == {(PodUid("uid-a"), ""): held}
     else:
@@ -108,7 +111,9 @@ MEMORY = {
         "entries": {"uid-a": {"c": [block(7, 0)]}},
         "data": json.dumps(
             {
-                "machineState": {"1": {"memoryMap": {"memory": {"total": 9, "free": 4}}}},
+                "machineState": {
+                    "1": {"memoryMap": {"memory": {"total": 9, "free": 4, "reserved": 3}}}
+                },
                 "entries": {"uid-a": {"c": [block(5, 0, 1)]}},
             }
         ),
@@ -119,14 +124,15 @@ MEMORY = {
 @pytest.mark.parametrize("content", MEMORY.values(), ids=MEMORY.keys())
 def test_bound_memory_is_read(tmp_path: Path, content: dict[str, Any]) -> None:
     numa = (NumaId(0), NumaId(1))
-    held, free = read_memory(write(tmp_path / MEMORY_STATE, content))
+    held, free, taken = read_memory(write(tmp_path / MEMORY_STATE, content))
     assert held == {A: (MemoryBlock(type="memory", size_bytes=5, numa=numa),)}
     assert free == ({"memory": {NumaId(1): 4}} if "data" in content else {})
+    assert taken == ({"memory": {NumaId(1): 3}} if "data" in content else {})
 
 
 def test_pod_level_memory_is_held_by_the_pod(tmp_path: Path) -> None:
     content = {"podEntries": {"uid-a": {"memoryBlocks": [block(5, 0)]}}}
-    (holder,), _ = read_memory(write(tmp_path / MEMORY_STATE, content))
+    (holder,), _, _ = read_memory(write(tmp_path / MEMORY_STATE, content))
     assert holder == (PodUid("uid-a"), "")
 
 

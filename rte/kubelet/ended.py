@@ -8,18 +8,15 @@ stands in the checkpoint and in the state files, by the pod's UID.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from rte.kubelet.memory import memory_free
 from rte.kubelet.state import HandedOut, Holder, PodUid
 from rte.model import (
-    Allocatable,
     ContainerUse,
     CpuId,
-    DeviceId,
     DeviceUse,
-    MemoryBlock,
     PodFacts,
     PodName,
     PodUse,
@@ -30,51 +27,71 @@ ENDED = frozenset({"Succeeded", "Failed"})  # phases of pods that hold nothing a
 
 
 def with_ended(
-    usage: Usage,
-    handed_out: HandedOut | None,
-    *,
-    allocatable: Allocatable,
-    pods: tuple[PodFacts, ...] | None,
+    usage: Usage, handed_out: HandedOut | None, *, pods: tuple[PodFacts, ...] | None
 ) -> Usage:
-    """The usage with each pod's `ended` containers.
+    """The usage with each pod's `ended` containers, and without pods that have ended as a whole.
 
     A pod's UID is what the API server says; where that is not asked, what a listed container holds
     for itself tells whose the UID is, and a pod none of whose containers holds anything cannot be
-    told. A device that is not healthy is left out: nothing says where it is, and it is not offered.
+    told.
     """
     if handed_out is None:
         return usage
-    holders = {*handed_out.devices, *handed_out.cpus, *handed_out.memory}
-    names = {pod.pod: {c.name for c in pod.containers} for pod in usage.pods}
-    uids = _uids(usage, handed_out, pods)
-    nodes = {(device.resource, device.id): device for device in allocatable.devices}
-    found: dict[PodName, list[ContainerUse]] = {}
-    for uid, container in sorted(holders):
-        name = uids.get(uid)
-        # Sidecars are listed; "" is what a pod holds as a whole.
-        if name is not None and container and container not in names[name]:
-            use = _use(container, (uid, container), handed_out, nodes)
-            found.setdefault(name, []).append(use)
-    whole = Usage(
+    usage = _without_ended_pods(usage, handed_out, pods or ())
+    holders: dict[PodUid, list[str]] = {}
+    for uid, container in sorted({*handed_out.devices, *handed_out.cpus, *handed_out.memory}):
+        holders.setdefault(uid, []).append(container)
+    uids = {name: uid for uid, name in _uids(usage, handed_out, pods).items()}
+    whole = replace(
+        usage,
         pods=tuple(
-            replace(pod, ended=tuple(found[pod.pod])) if pod.pod in found else pod
+            _with_unlisted(pod, uids[pod.pod], holders.get(uids[pod.pod], ()), handed_out)
+            if pod.pod in uids
+            else pod
             for pod in usage.pods
-        )
+        ),
+        cpus_managed=handed_out.shared_cpus.union(*handed_out.cpus.values()),
     )
-    listed = _listed_memory(whole)
-    if all(len(block.numa) < 2 for block in listed):
-        return whole  # sums are enough
-    same = listed == Counter(b for blocks in handed_out.memory.values() for b in blocks)
-    return replace(whole, memory_free=handed_out.memory_free) if same else whole
+    return replace(whole, memory_free=memory_free(whole, handed_out))
 
 
-def _listed_memory(usage: Usage) -> Counter[MemoryBlock]:
-    blocks: Counter[MemoryBlock] = Counter()
-    for pod in usage.pods:
-        blocks.update(pod.memory)
-        for container in (*pod.containers, *pod.ended):
-            blocks.update(container.memory)
-    return blocks
+def _with_unlisted(
+    pod: PodUse, uid: PodUid, holders: Iterable[str], handed_out: HandedOut
+) -> PodUse:
+    """The pod with its ended containers, and with what it holds as a whole, which 1.36 does not
+    list."""
+    listed = {container.name for container in pod.containers}  # sidecars too
+    whole = (uid, "")
+    return replace(
+        pod,
+        ended=tuple(
+            _use(name, (uid, name), handed_out) for name in holders if name and name not in listed
+        ),
+        cpus=pod.cpus or tuple(sorted(handed_out.cpus.get(whole, ()))),
+        memory=pod.memory or handed_out.memory.get(whole, ()),
+    )
+
+
+def _without_ended_pods(usage: Usage, handed_out: HandedOut, pods: tuple[PodFacts, ...]) -> Usage:
+    """Kubelets before 1.34 list pods that have ended, with CPUs until the CPU Manager's next round
+    and with memory until the next admission, before which the Memory Manager takes it back.
+
+    Of devices they list none, so that a pod with devices is one that is only ending. Nor is one
+    that holds what it lists by another UID: a pod of the same name has come, of which the API
+    server has not told yet.
+    """
+    over = {pod.pod: PodUid(pod.uid) for pod in pods if pod.phase in ENDED}
+
+    def has_ended(pod: PodUse) -> bool:
+        uid = over.get(pod.pod)
+        return uid is not None and all(
+            not container.devices
+            and handed_out.cpus.get((uid, container.name), frozenset()).issuperset(container.cpus)
+            and {*container.memory} <= {*handed_out.memory.get((uid, container.name), ())}
+            for container in pod.containers
+        )
+
+    return replace(usage, pods=tuple(pod for pod in usage.pods if not has_ended(pod)))
 
 
 def _uids(
@@ -108,17 +125,15 @@ def _held(pod: PodUse) -> Iterable[tuple[str, object]]:
         yield from ((container.name, cpu) for cpu in container.cpus)
 
 
-def _use(
-    name: str,
-    holder: Holder,
-    handed_out: HandedOut,
-    nodes: Mapping[tuple[str, DeviceId], DeviceUse],
-) -> ContainerUse:
+def _use(name: str, holder: Holder, handed_out: HandedOut) -> ContainerUse:
     devices = sorted(handed_out.devices.get(holder, ()))
     cpus: Iterable[CpuId] = handed_out.cpus.get(holder, ())
     return ContainerUse(
         name=name,
-        devices=tuple(nodes[device] for device in devices if device in nodes),
+        devices=tuple(
+            DeviceUse(resource=resource, id=id_, numa=handed_out.device_nodes[resource, id_])
+            for resource, id_ in devices
+        ),
         cpus=tuple(sorted(cpus)),
         memory=handed_out.memory.get(holder, ()),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NewType, TypeVar
+from typing import NamedTuple, NewType, TypeVar
 
 import msgspec
 
@@ -45,10 +45,17 @@ class HandedOut:
 
     devices: Mapping[Holder, frozenset[tuple[str, DeviceId]]] = field(default_factory=dict)
     """Resource name and device id."""
+    device_nodes: Mapping[tuple[str, DeviceId], tuple[NumaId, ...]] = field(default_factory=dict)
+    """The NUMA nodes of each device that is held, as they were when it was handed out."""
     cpus: Mapping[Holder, frozenset[CpuId]] = field(default_factory=dict)
+    shared_cpus: frozenset[CpuId] = frozenset()
+    """The pool that exclusive CPUs are taken from; reserved ones are in it unless they are so
+    strictly."""
     memory: Mapping[Holder, tuple[MemoryBlock, ...]] = field(default_factory=dict)
     memory_free: Mapping[str, Mapping[NumaId, int]] = field(default_factory=dict)
     """Resource → node → bytes that the Memory Manager has left."""
+    memory_taken: Mapping[str, Mapping[NumaId, int]] = field(default_factory=dict)
+    """Likewise what it has given away."""
     registered: Mapping[str, frozenset[DeviceId]] = field(default_factory=dict)
     """Healthy devices by resource, as of the checkpoint's last writing."""
 
@@ -60,25 +67,32 @@ def read_handed_out(root: Path, plugin_dir: Path) -> HandedOut:
     is no JSON of a known format. The kubelet replaces the files by rename, so that each is whole,
     but not all at once: the three may differ by one allocation.
     """
-    devices, registered = read_devices(plugin_dir / DEVICE_CHECKPOINT)
-    memory, memory_free = read_memory(root / MEMORY_STATE)
+    devices = read_devices(plugin_dir / DEVICE_CHECKPOINT)
+    cpus = read_cpus(root / CPU_STATE)
+    memory = read_memory(root / MEMORY_STATE)
     return HandedOut(
-        devices=devices,
-        registered=registered,
-        cpus=read_cpus(root / CPU_STATE),
-        memory=memory,
-        memory_free=memory_free,
+        devices=devices.held,
+        device_nodes=devices.nodes,
+        registered=devices.registered,
+        cpus=cpus.held,
+        shared_cpus=cpus.shared,
+        memory=memory.held,
+        memory_free=memory.free,
+        memory_taken=memory.taken,
     )
 
 
 # The device manager's checkpoint
 
 
+NO_NODE = "-1"
+
+
 class _DeviceEntry(msgspec.Struct):
     PodUID: str
     ContainerName: str
     ResourceName: str
-    DeviceIDs: dict[str, list[str]] | None = None  # by NUMA node, "-1" where there is none
+    DeviceIDs: dict[str, list[str]] | None = None  # by NUMA node, or NO_NODE
 
 
 class _DeviceData(msgspec.Struct):
@@ -90,26 +104,43 @@ class _DeviceCheckpoint(msgspec.Struct):
     Data: _DeviceData
 
 
-def read_devices(
-    path: Path,
-) -> tuple[dict[Holder, frozenset[tuple[str, DeviceId]]], dict[str, frozenset[DeviceId]]]:
-    """Devices by holder, and the registered healthy ones by resource."""
+class Devices(NamedTuple):
+    held: dict[Holder, frozenset[tuple[str, DeviceId]]]
+    nodes: dict[tuple[str, DeviceId], tuple[NumaId, ...]]
+    registered: dict[str, frozenset[DeviceId]]
+
+
+def read_devices(path: Path) -> Devices:
+    """Devices by holder, their NUMA nodes, and the registered healthy ones by resource."""
     text = _content(path)
     if text is None:
-        return {}, {}
+        return Devices({}, {}, {})
     data = _decoded(path, text, _DeviceCheckpoint).Data
     held: dict[Holder, set[tuple[str, DeviceId]]] = {}
+    nodes: dict[tuple[str, DeviceId], set[NumaId]] = {}
     for entry in data.PodDeviceEntries or ():
         of = held.setdefault((PodUid(entry.PodUID), entry.ContainerName), set())
-        for ids in (entry.DeviceIDs or {}).values():
-            of.update((entry.ResourceName, DeviceId(id_)) for id_ in ids)
-    return (
-        {holder: frozenset(ids) for holder, ids in held.items()},
-        {
+        for node, ids in (entry.DeviceIDs or {}).items():
+            devices = {(entry.ResourceName, DeviceId(id_)) for id_ in ids}
+            of |= devices
+            for device in devices:
+                touched = nodes.setdefault(device, set())
+                if node != NO_NODE:
+                    touched.add(_node(path, node))
+    return Devices(
+        held={holder: frozenset(ids) for holder, ids in held.items()},
+        nodes={device: tuple(sorted(touched)) for device, touched in nodes.items()},
+        registered={
             resource: frozenset(map(DeviceId, ids or ()))
             for resource, ids in (data.RegisteredDevices or {}).items()
         },
     )
+
+
+def _node(path: Path, text: str) -> NumaId:
+    if not (text.isascii() and text.isdecimal()):
+        raise StateFileError(path, f"expected a NUMA node's number, read {text!r}")
+    return NumaId(int(text))
 
 
 # The CPU manager's state
@@ -122,21 +153,28 @@ class _PodCpus(msgspec.Struct):
 class _CpuState(msgspec.Struct):
     """Until 1.36 the whole file; from 1.37 also the text in `data`, which then counts."""
 
+    defaultCpuSet: str = ""
     entries: dict[str, dict[str, str]] | None = None
     podEntries: dict[str, _PodCpus] | None = None
     data: str = ""
 
 
-def read_cpus(path: Path) -> dict[Holder, frozenset[CpuId]]:
-    """Exclusive CPUs by holder; a holder of none is left out."""
+class Cpus(NamedTuple):
+    held: dict[Holder, frozenset[CpuId]]
+    shared: frozenset[CpuId]
+
+
+def read_cpus(path: Path) -> Cpus:
+    """Exclusive CPUs by holder, one of none being left out, and those of the shared pool."""
     text = _content(path)
     if text is None:
-        return {}
+        return Cpus({}, frozenset())
     state = _decoded(path, text, _CpuState)
     if state.data:
         state = _decoded(path, state.data.encode(), _CpuState)
     held: dict[Holder, frozenset[CpuId]] = {}
     try:
+        shared = frozenset(parse_cpus(state.defaultCpuSet))
         for pod, containers in (state.entries or {}).items():
             for container, cpus in containers.items():
                 held[PodUid(pod), container] = frozenset(parse_cpus(cpus))
@@ -144,7 +182,7 @@ def read_cpus(path: Path) -> dict[Holder, frozenset[CpuId]]:
             held[PodUid(pod), ""] = frozenset(parse_cpus(whole.cpuSet))
     except ValueError as error:
         raise StateFileError(path, str(error)) from error
-    return {holder: cpus for holder, cpus in held.items() if cpus}
+    return Cpus({holder: cpus for holder, cpus in held.items() if cpus}, shared)
 
 
 # The Memory Manager's state
@@ -162,6 +200,7 @@ class _PodBlocks(msgspec.Struct):
 
 class _Table(msgspec.Struct):
     free: int = 0
+    reserved: int = 0
 
 
 class _Node(msgspec.Struct):
@@ -175,16 +214,20 @@ class _MemoryState(msgspec.Struct):
     data: str = ""
 
 
-def read_memory(
-    path: Path,
-) -> tuple[dict[Holder, tuple[MemoryBlock, ...]], dict[str, dict[NumaId, int]]]:
-    """Bound memory by holder, and what is free by resource and node.
+class Memory(NamedTuple):
+    held: dict[Holder, tuple[MemoryBlock, ...]]
+    free: dict[str, dict[NumaId, int]]
+    taken: dict[str, dict[NumaId, int]]
+
+
+def read_memory(path: Path) -> Memory:
+    """Bound memory by holder, and what is free and what taken by resource and node.
 
     What an init container handed on has size 0 and is left out.
     """
     text = _content(path)
     if text is None:
-        return {}, {}
+        return Memory({}, {}, {})
     state = _decoded(path, text, _MemoryState)
     if state.data:
         state = _decoded(path, state.data.encode(), _MemoryState)
@@ -196,12 +239,13 @@ def read_memory(
     for pod, whole in (state.podEntries or {}).items():
         held[PodUid(pod), ""] = _blocks(whole.memoryBlocks or ())
     free: dict[str, dict[NumaId, int]] = {}
-    for node, here in (state.machineState or {}).items():
-        if not (node.isascii() and node.isdecimal()):
-            raise StateFileError(path, f"machineState: expected a node's number, read {node!r}")
+    taken: dict[str, dict[NumaId, int]] = {}
+    for text_of_node, here in (state.machineState or {}).items():
+        node = _node(path, text_of_node)
         for name, table in (here.memoryMap or {}).items():
-            free.setdefault(name, {})[NumaId(int(node))] = table.free
-    return {holder: blocks for holder, blocks in held.items() if blocks}, free
+            free.setdefault(name, {})[node] = table.free
+            taken.setdefault(name, {})[node] = table.reserved
+    return Memory({holder: blocks for holder, blocks in held.items() if blocks}, free, taken)
 
 
 def _blocks(blocks: list[_Block] | tuple[()]) -> tuple[MemoryBlock, ...]:

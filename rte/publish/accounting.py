@@ -16,12 +16,10 @@ from rte.model import (
     DeviceId,
     DeviceUse,
     Machine,
-    MemoryBlock,
     NumaId,
     NumaNode,
     Observation,
     PodName,
-    PodUse,
     TopologyManagerPolicy,
     Usage,
     huge_pages_name,
@@ -163,6 +161,8 @@ def cpu_figures(observation: Observation, node: NumaNode) -> Figures:
     """
     allocatable = set(observation.allocatable.cpus).intersection(node.cpus)
     left = allocatable.difference(exclusive_cpus(observation.usage))
+    if observation.usage.cpus_managed:
+        left &= observation.usage.cpus_managed
     return Figures(len(node.cpus), len(allocatable), len(left))
 
 
@@ -185,19 +185,12 @@ def memory_groups(usage: Usage) -> dict[NumaId, tuple[NumaId, ...]]:
     """
     groups: dict[NumaId, tuple[NumaId, ...]] = {}
     for pod in usage.pods:
-        for block in memory_blocks(pod):
+        for block in pod.memory_blocks():
             if len(block.numa) > 1:
                 # Groups never overlap in a kubelet; a list taken between two changes may say so.
                 joined = set(block.numa).union(*(groups.get(node, ()) for node in block.numa))
                 groups.update(dict.fromkeys(joined, tuple(sorted(joined))))
     return groups
-
-
-def memory_blocks(pod: PodUse) -> Iterable[MemoryBlock]:
-    """A pod's own blocks are its whole budget, its containers' are parts of that."""
-    if pod.memory:
-        return pod.memory
-    return (block for c in (*pod.containers, *pod.ended) for block in c.memory)
 
 
 def memory_figures(
@@ -228,10 +221,15 @@ def memory_figures(
 def memory_left(
     usage: Usage, allocatable: Mapping[str, Mapping[NumaId, int]]
 ) -> dict[str, dict[NumaId, int]]:
-    """A block of several nodes fills them in ascending order, as the Memory Manager does; of
-    nodes in groups its own word counts where there is one."""
+    """What the Memory Manager itself says is left; where it says nothing a block of several nodes
+    is taken to fill them in ascending order."""
     free = {name: dict(by_node) for name, by_node in allocatable.items()}
-    blocks = [block for pod in usage.pods for block in memory_blocks(pod)]
+    if usage.memory_free:
+        for name, by_node in free.items():
+            for node, most in by_node.items():
+                by_node[node] = min(most, usage.memory_free.get(name, {}).get(node, most))
+        return free
+    blocks = [block for pod in usage.pods for block in pod.memory_blocks()]
     for block in sorted(blocks, key=lambda block: (len(block.numa), block.numa)):
         by_node = free.get(block.type, {})
         rest = block.size_bytes
@@ -240,10 +238,6 @@ def memory_left(
             if taken:
                 by_node[node] -= taken
                 rest -= taken
-    for node in memory_groups(usage):
-        for name, left in usage.memory_free.items():
-            if node in free.get(name, {}) and node in left:
-                free[name][node] = min(left[node], allocatable[name][node])
     return free
 
 

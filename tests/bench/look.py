@@ -154,7 +154,7 @@ def main(arguments: Sequence[str]) -> int:
                 usage = read_usage(kubelet, 5)
                 allocatable = read_allocatable(kubelet, 5)
                 handed_out = read_handed_out(folder, folder)
-                usage = with_ended(usage, handed_out, allocatable=allocatable, pods=pods)
+                usage = with_ended(usage, handed_out, pods=pods)
                 look = Look(usage=usage, allocatable=allocatable, handed_out=handed_out)
                 assert doubt(look, before=before, restarted=False) is None
                 before = look

@@ -1,0 +1,53 @@
+"""What the Memory Manager has left of each NUMA node, by its own file. Pure.
+
+How much a block of several nodes takes of each depends on what was there before it, so that no sum
+over the blocks says it. Nor does a sum know what the manager has lost: 1.37 hands out a pod-level
+budget anew whenever the kubelet starts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from rte.kubelet.state import HandedOut, PodUid
+from rte.model import MemoryBlock, NumaId, Usage
+
+Bytes = dict[str, dict[NumaId, int]]
+"""By resource and node."""
+
+
+def memory_free(usage: Usage, handed_out: HandedOut) -> Mapping[str, Mapping[NumaId, int]]:
+    """Bytes by resource and node; empty where the list has more than the file.
+
+    What the file has more than the list is of pods that have ended: the manager takes it back
+    before the next admission.
+    """
+    listed = Counter(block for pod in usage.pods for block in pod.memory_blocks())
+    held = Counter(_held(handed_out))
+    if listed - held:
+        return {}
+    free: Bytes = {name: dict(of) for name, of in handed_out.memory_free.items()}
+    taken: Bytes = {name: dict(of) for name, of in handed_out.memory_taken.items()}
+    for block in (held - listed).elements():
+        _take_back(block, free.get(block.type, {}), taken.get(block.type, {}))
+    return free
+
+
+def _held(handed_out: HandedOut) -> Iterable[MemoryBlock]:
+    """A pod's own blocks are its whole budget, its containers' are parts of that."""
+    whole: set[PodUid] = {uid for uid, container in handed_out.memory if not container}
+    for (uid, container), blocks in handed_out.memory.items():
+        if not container or uid not in whole:
+            yield from blocks
+
+
+def _take_back(block: MemoryBlock, free: dict[NumaId, int], taken: dict[NumaId, int]) -> None:
+    """Of each node what is taken there, in ascending order, whoever has it: as the manager does."""
+    rest = block.size_bytes
+    for node in block.numa:
+        back = min(rest, taken.get(node, 0))
+        if back:
+            taken[node] -= back
+            free[node] = free.get(node, 0) + back
+            rest -= back

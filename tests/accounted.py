@@ -1,0 +1,117 @@
+"""A real kubelet with plugins, what our program publishes of it, and what a recount says."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rte.kubelet import usage
+from rte.model import DeviceUse, NumaId, PodFacts, PodName
+from rte.publish.nrt import nrt
+from tests.observed import observe
+from tests.real_kubelet import Admission, Kubelet, pod
+from tests.recount import Zones, published, recount_all
+from tests.simple_plugin import SimplePlugin
+
+Devices = Mapping[str, tuple[int, ...] | None]
+
+
+class Node:
+    """A kubelet, plugins beside it, and what of its pods runs."""
+
+    def __init__(self, kubelet: Kubelet, *, asks_api: bool = True) -> None:
+        self.kubelet = kubelet
+        self.asks_api = asks_api
+        self.channel = usage.channel(kubelet.pod_resources)
+        self.plugins: dict[str, SimplePlugin] = {}
+        self.ours: set[str] = set()  # resources of which all devices are known, as of our own
+        self.gone: set[str] = set()  # resources whose plugin does not serve
+        self.alive: dict[str, str] = {}  # name → UID
+
+    def close(self) -> None:
+        self.channel.close()
+        for plugin in self.plugins.values():
+            plugin.stop()
+
+    def plug(self, resource: str, devices: Devices, *, ours: bool = False) -> SimplePlugin:
+        plugin = self.plugins[resource] = SimplePlugin(resource, devices)
+        plugin.serve(self.kubelet.plugin_dir)
+        self.kubelet.wait_devices(resource, len(devices))
+        if ours:
+            self.ours.add(resource)
+        return plugin
+
+    def sicken(self, resource: str, *ids: str) -> None:
+        """These are unhealthy, and the others are not."""
+        plugin = self.plugins[resource]
+        plugin.set_unhealthy(*ids)
+        self.kubelet.wait_devices(resource, len(plugin.devices) - len(ids))
+
+    def admit(self, body: Mapping[str, Any]) -> Admission:
+        admission = self.kubelet.admit(body)
+        if admission.admitted:
+            self.alive[admission.name] = admission.uid
+        return admission
+
+    def run(self, name: str, *containers: Mapping[str, str | int], **more: Any) -> Admission:
+        admission = self.admit(pod(name, *containers, **more))
+        assert admission.admitted, admission.message
+        return admission
+
+    def remove(self, name: str) -> None:
+        self.kubelet.remove(name)
+        del self.alive[name]
+
+    def facts(self) -> tuple[PodFacts, ...] | None:
+        if not self.asks_api:
+            return None
+        return tuple(
+            PodFacts(
+                pod=PodName(namespace=state.namespace, name=state.name),
+                phase=state.phase,
+                qos="Guaranteed",
+                uid=state.uid,
+            )
+            for state in self.kubelet.state().pods
+        )
+
+    def published(self) -> Zones:
+        body = nrt(
+            observe(self.kubelet, self.channel, self.facts()),
+            node_name="n",
+            node_uid=None,
+            version="test",
+            ours=[
+                DeviceUse(resource=resource, id=id, numa=tuple(map(NumaId, nodes or ())))  # type: ignore[arg-type]
+                for resource in self.ours
+                for id, nodes in self.plugins[resource].devices.items()
+            ],
+        )
+        return published(body)
+
+    def recount(self, totals: Mapping[str, int] | None = None) -> Zones:
+        return recount_all(
+            self.kubelet.root,
+            self.kubelet.machine,
+            {
+                resource: {id: nodes for id, nodes in plugin.devices.items() if nodes}
+                for resource, plugin in self.plugins.items()
+            },
+            set(self.alive.values()),
+            ours=self.ours,
+            gone=self.gone,
+            totals=totals,
+            allocatable_cpus=self.kubelet.state().allocatable_cpus,
+        )
+
+    def check(self, totals: Mapping[str, int] | None = None) -> Zones:
+        """Compares all figures; what is published."""
+        end = time.monotonic() + 3  # a list of devices is news to the kubelet for a moment
+        while (now := self.published()) != self.recount(totals):
+            assert time.monotonic() < end or now == self.recount(totals)
+            time.sleep(0.01)
+        return now
+
+    def available(self, resource: str) -> list[int]:
+        """By zone; 0 where the zone does not have it."""
+        zones = self.check().values()
+        return [zone[resource].available if resource in zone else 0 for zone in zones]
