@@ -1,10 +1,10 @@
-"""A PodResources socket that answers what a test gives it, over real gRPC."""
+"""PodResources sockets that answer what a test gives them, over real gRPC."""
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
@@ -14,24 +14,22 @@ from rte.kubelet.api import podresources_pb2_grpc as rpc
 GPU = "nvidia.com/gpu"
 
 
-class PodResources(rpc.PodResourcesListerServicer):
-    """Use as a context manager. Pods are set by name as the GPUs that they hold."""
+class PodResourcesSocket(rpc.PodResourcesListerServicer):
+    """Use as a context manager. Answers with the messages that it is given."""
 
-    def __init__(self, socket: Path, gpus: Mapping[str, int]) -> None:
-        """`gpus` is id → NUMA node."""
+    def __init__(self, socket: Path, *, refuse: int = 0) -> None:
+        """The first `refuse` lists are refused, as the kubelet's rate limit does."""
         self.socket = socket
-        self.gpus = gpus
-        self.pods: dict[str, tuple[str, ...]] = {}
-        self.offered: Iterable[str] = gpus
+        self.refuse = refuse
+        self.listed: Sequence[api.PodResources] = ()
+        self.allocatable = api.AllocatableResourcesResponse()
         self.lists = 0
-        self.next_lists: list[dict[str, tuple[str, ...]]] = []
-        """What the next calls see instead, one each."""
         self.pool = ThreadPoolExecutor(4)
         self.server: grpc.Server | None = None
         self.hang_ends = threading.Event()
         self.hang_ends.set()
 
-    def __enter__(self) -> "PodResources":
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -59,32 +57,50 @@ class PodResources(rpc.PodResourcesListerServicer):
 
     def List(self, request: Any, context: Any) -> api.ListPodResourcesResponse:
         self.lists += 1
+        if self.lists <= self.refuse:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
         self.hang_ends.wait(30)
-        pods = self.next_lists.pop(0) if self.next_lists else self.pods
-        return api.ListPodResourcesResponse(
-            pod_resources=[
-                api.PodResources(
-                    namespace="default",
-                    name=name,
-                    containers=[
-                        api.ContainerResources(name="c", devices=self.devices(sorted(ids)))
-                    ],
-                )
-                for name, ids in sorted(pods.items())
-            ]
-        )
+        return api.ListPodResourcesResponse(pod_resources=self.in_list())
 
     def GetAllocatableResources(
         self, request: Any, context: Any
     ) -> api.AllocatableResourcesResponse:
-        return api.AllocatableResourcesResponse(devices=self.devices(sorted(self.offered)))
+        return self.on_offer()
 
-    def devices(self, ids: Sequence[str]) -> list[api.ContainerDevices]:
-        return [
-            api.ContainerDevices(
-                resource_name=GPU,
-                device_ids=[id],
-                topology=api.TopologyInfo(nodes=[api.NUMANode(ID=self.gpus[id])]),
-            )
-            for id in ids
-        ]
+    def in_list(self) -> Iterable[api.PodResources]:
+        return self.listed
+
+    def on_offer(self) -> api.AllocatableResourcesResponse:
+        return self.allocatable
+
+
+class PodResources(PodResourcesSocket):
+    """Pods are set by name as the GPUs that they hold."""
+
+    def __init__(self, socket: Path, gpus: Mapping[str, int]) -> None:
+        """`gpus` is id → NUMA node."""
+        super().__init__(socket)
+        self.gpus = gpus
+        self.pods: dict[str, tuple[str, ...]] = {}
+        self.offered: Iterable[str] = gpus
+        self.next_lists: list[dict[str, tuple[str, ...]]] = []
+        """What the next calls see instead, one each."""
+
+    def in_list(self) -> Iterable[api.PodResources]:
+        pods = self.next_lists.pop(0) if self.next_lists else self.pods
+        for name, ids in sorted(pods.items()):
+            held = api.ContainerResources(name="c", devices=self.devices(ids))
+            yield api.PodResources(namespace="default", name=name, containers=[held])
+
+    def on_offer(self) -> api.AllocatableResourcesResponse:
+        return api.AllocatableResourcesResponse(devices=self.devices(self.offered))
+
+    def devices(self, ids: Iterable[str]) -> list[api.ContainerDevices]:
+        return [entry(GPU, [id], self.gpus[id]) for id in sorted(ids)]
+
+
+def entry(resource: str, ids: Sequence[str], *numa: int) -> api.ContainerDevices:
+    """Devices of some NUMA nodes; without one they have no topology."""
+    nodes = [api.NUMANode(ID=node) for node in numa]
+    topology = api.TopologyInfo(nodes=nodes) if numa else None
+    return api.ContainerDevices(resource_name=resource, device_ids=ids, topology=topology)

@@ -39,10 +39,9 @@ from rte.model import (
     PodUse,
     Usage,
 )
+from tests.pod_resources import PodResourcesSocket, entry
 from tests.small_kubelet import GPUS, SmallKubelet, until
 from tests.small_machine import address, machine, slices, uuid, with_gpu, without_gpu
-from tests.test_usage import Kubelet as PodResources
-from tests.test_usage import entry
 
 PAIRS = machine((0, 0, 0, 0, 1, 1, 1, 1), pairs=[(0, 2), (1, 3), (4, 6), (5, 7)])
 
@@ -300,12 +299,17 @@ def test_cdi_without_a_specification_stops_the_start(tmp_path: Path) -> None:
         DevicePlugin(options).start()
 
 
+@pytest.fixture
+def resources(tmp_path: Path) -> Iterator[PodResourcesSocket]:
+    """Alive, and has none of our devices."""
+    with PodResourcesSocket(tmp_path / "pr.sock") as socket:
+        yield socket
+
+
 def test_a_plugin_that_the_kubelet_lost_registers_once_more_and_only_once(
-    start: Start, kubelet: SmallKubelet, tmp_path: Path
+    start: Start, kubelet: SmallKubelet, resources: PodResourcesSocket
 ) -> None:
-    socket = tmp_path / "pr.sock"
-    resources = PodResources(socket)  # alive, and has none of our devices
-    plugin = start(pod_resources=socket, lost_after_s=0.3)
+    plugin = start(pod_resources=resources.socket, lost_after_s=0.3)
     kubelet.await_register()
     kubelet.await_register()
     first, second = kubelet.sockets["rte-gpu.sock"]
@@ -313,21 +317,17 @@ def test_a_plugin_that_the_kubelet_lost_registers_once_more_and_only_once(
     time.sleep(1.5)
     assert kubelet.registered.empty()
     plugin.stop()
-    resources.stop()
 
 
 def test_a_plugin_whose_devices_the_kubelet_has_stays_registered(
-    start: Start, kubelet: SmallKubelet, tmp_path: Path
+    start: Start, kubelet: SmallKubelet, resources: PodResourcesSocket
 ) -> None:
-    socket = tmp_path / "pr.sock"
-    resources = PodResources(socket)
-    plugin = start(pod_resources=socket, lost_after_s=0.5)
+    plugin = start(pod_resources=resources.socket, lost_after_s=0.5)
     kubelet.await_register()
     resources.allocatable.devices.append(entry(GPUS, [uuid(0)], 0))
     time.sleep(1.5)
     assert kubelet.registered.empty()
     plugin.stop()
-    resources.stop()
 
 
 def test_a_kubelet_that_opens_no_stream_is_registered_with_once_more(
@@ -537,31 +537,26 @@ def test_own_allocations_count_until_a_later_list_shows_them_or_ten_seconds_pass
 
 
 def test_pod_resources_say_what_is_in_use(
-    start: Start, kubelet: SmallKubelet, tmp_path: Path
+    start: Start, kubelet: SmallKubelet, resources: PodResourcesSocket
 ) -> None:
-    socket = tmp_path / "pr.sock"
-    resources = PodResources(socket)
     container = pod_resources_api.ContainerResources(name="c", devices=[entry(GPUS, [uuid(2)], 0)])
-    resources.pods = [pod_resources_api.PodResources(name="p", containers=[container])]
-    plugin = start(pod_resources=socket)
+    resources.listed = [pod_resources_api.PodResources(name="p", containers=[container])]
+    plugin = start(pod_resources=resources.socket)
     kubelet.await_register()
     assert until(lambda: plugin.held.ids() == {uuid(2)})
     assert kubelet.prefer(gpus(0, 1, 3), 1) == gpus(0)  # its partner is in use, nothing breaks
-    resources.pods = []
+    resources.listed = []
     (kubelet.folder / "kubelet_internal_checkpoint").write_text("changed")
     assert until(lambda: plugin.held.ids() == frozenset())
     plugin.stop()
-    resources.stop()
 
 
 def test_a_plugin_that_is_told_does_not_ask(
-    start: Start, kubelet: SmallKubelet, tmp_path: Path
+    start: Start, kubelet: SmallKubelet, resources: PodResourcesSocket
 ) -> None:
-    socket = tmp_path / "pr.sock"
-    resources = PodResources(socket)
-    plugin = start(pod_resources=socket, is_told=True)
+    plugin = start(pod_resources=resources.socket, is_told=True)
     kubelet.await_register()
-    assert until(lambda: resources.calls)  # nobody may have told it anything yet
+    assert until(lambda: resources.lists)  # nobody may have told it anything yet
     use = DeviceUse(resource=GPUS, id=uuid(2))
     held = ContainerUse(name="c", devices=(use,))
     seen = Usage(pods=(PodUse(pod=PodName(namespace="n", name="p"), containers=(held,)),))
@@ -569,13 +564,12 @@ def test_a_plugin_that_is_told_does_not_ask(
     assert plugin.held.ids() == {uuid(2)}
     time.sleep(0.2)  # for a call that was under way
     plugin.observe(seen, asked=time.monotonic())
-    calls = resources.calls
+    calls = resources.lists
     (kubelet.folder / "kubelet_internal_checkpoint").write_text("changed")
     kubelet.prefer(gpus(0, 1), 1)
     time.sleep(0.3)
-    assert resources.calls == calls
+    assert resources.lists == calls
     plugin.stop()
-    resources.stop()
 
 
 def test_pod_resources_that_do_not_answer_leave_the_plugin_alone(
@@ -594,13 +588,14 @@ def test_pod_resources_that_do_not_answer_leave_the_plugin_alone(
         (said,) = (r.getMessage() for r in caplog.records if line in r.getMessage())
         assert said.startswith(f"{line} is not known for now: {asked}: ")
     assert kubelet.prefer(gpus(0, 1, 2), 2) == gpus(0, 2)
-    resources = PodResources(socket)
     checkpoint = kubelet.folder / "kubelet_internal_checkpoint"
-    assert until(
-        lambda: checkpoint.write_text("changed") and "what is in use is known again" in caplog.text
-    )
-    plugin.stop()
-    resources.stop()
+    with PodResourcesSocket(socket):
+        assert until(
+            lambda: (
+                checkpoint.write_text("changed") and "what is in use is known again" in caplog.text
+            )
+        )
+        plugin.stop()
 
 
 NIC, OTHER_NIC = PciAddress("0000:21:00.0"), PciAddress("0000:22:00.0")

@@ -1,18 +1,14 @@
 """PodResources as values, over a real socket and real messages."""
 
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 
 from rte.kubelet import usage
 from rte.kubelet.api import podresources_pb2 as api
-from rte.kubelet.api import podresources_pb2_grpc as rpc
 from rte.model import (
     CpuId,
     DeviceId,
@@ -25,40 +21,7 @@ from rte.model import (
     PciAddress,
     PodName,
 )
-
-
-class Kubelet(rpc.PodResourcesListerServicer):
-    """A PodResources socket that answers what it is given and refuses the first calls."""
-
-    def __init__(self, socket: Path, *, refuse: int = 0) -> None:
-        self.pods: list[api.PodResources] = []
-        self.allocatable = api.AllocatableResourcesResponse()
-        self.refuse = refuse
-        self.calls = 0
-        self.release = threading.Event()
-        self.release.set()
-        self.pool = ThreadPoolExecutor(4)
-        self.server = grpc.server(self.pool)
-        rpc.add_PodResourcesListerServicer_to_server(self, self.server)
-        self.server.add_insecure_port(f"unix:{socket}")
-        self.server.start()
-
-    def List(self, request: Any, context: grpc.ServicerContext) -> api.ListPodResourcesResponse:
-        self.calls += 1
-        if self.calls <= self.refuse:
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
-        self.release.wait(10)
-        return api.ListPodResourcesResponse(pod_resources=self.pods)
-
-    def GetAllocatableResources(
-        self, request: Any, context: grpc.ServicerContext
-    ) -> api.AllocatableResourcesResponse:
-        return self.allocatable
-
-    def stop(self) -> None:
-        self.release.set()
-        self.server.stop(0).wait()
-        self.pool.shutdown()
+from tests.pod_resources import PodResourcesSocket, entry
 
 
 @pytest.fixture
@@ -67,10 +30,9 @@ def socket(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def kubelet(socket: Path) -> Iterator[Kubelet]:
-    kubelet = Kubelet(socket)
-    yield kubelet
-    kubelet.stop()
+def kubelet(socket: Path) -> Iterator[PodResourcesSocket]:
+    with PodResourcesSocket(socket) as kubelet:
+        yield kubelet
 
 
 @pytest.fixture
@@ -79,16 +41,10 @@ def channel(socket: Path) -> Iterator[grpc.Channel]:
         yield channel
 
 
-def entry(resource: str, ids: list[str], *numa: int) -> api.ContainerDevices:
-    nodes = [api.NUMANode(ID=node) for node in numa]
-    topology = api.TopologyInfo(nodes=nodes) if numa else None
-    return api.ContainerDevices(resource_name=resource, device_ids=ids, topology=topology)
-
-
 def test_a_device_with_an_entry_for_each_numa_node_is_one_device(
-    kubelet: Kubelet, channel: grpc.Channel
+    kubelet: PodResourcesSocket, channel: grpc.Channel
 ) -> None:
-    kubelet.pods = [
+    kubelet.listed = [
         api.PodResources(
             namespace="a",
             name="p",
@@ -113,7 +69,7 @@ def test_a_device_with_an_entry_for_each_numa_node_is_one_device(
 
 
 def test_everything_else_of_a_pod_is_read_and_sorted(
-    kubelet: Kubelet, channel: grpc.Channel
+    kubelet: PodResourcesSocket, channel: grpc.Channel
 ) -> None:
     two_nodes = api.TopologyInfo(nodes=[api.NUMANode(ID=1), api.NUMANode(ID=0)])
     memory = api.ContainerMemory(memory_type="memory", size=1 << 33, topology=two_nodes)
@@ -128,7 +84,7 @@ def test_everything_else_of_a_pod_is_read_and_sorted(
             )
         ],
     )
-    kubelet.pods = [
+    kubelet.listed = [
         api.PodResources(namespace="b", name="idle"),
         api.PodResources(
             namespace="a",
@@ -158,7 +114,9 @@ def test_everything_else_of_a_pod_is_read_and_sorted(
     )
 
 
-def test_allocatable_devices_cpus_and_memory(kubelet: Kubelet, channel: grpc.Channel) -> None:
+def test_allocatable_devices_cpus_and_memory(
+    kubelet: PodResourcesSocket, channel: grpc.Channel
+) -> None:
     kubelet.allocatable = api.AllocatableResourcesResponse(
         devices=[entry("nvidia.com/gpu", ["GPU-a"], 1), entry("nvidia.com/gpu", ["GPU-a"], 0)],
         cpu_ids=[1, 0],
@@ -181,47 +139,44 @@ def test_allocatable_devices_cpus_and_memory(kubelet: Kubelet, channel: grpc.Cha
 
 
 def test_the_rate_limit_is_waited_out(socket: Path) -> None:
-    kubelet = Kubelet(socket, refuse=3)
-    with usage.channel(socket) as channel:
+    with PodResourcesSocket(socket, refuse=3) as kubelet, usage.channel(socket) as channel:
         assert usage.read_usage(channel, 5).pods == ()
-    assert kubelet.calls == 4
-    kubelet.stop()
+    assert kubelet.lists == 4
 
 
 def test_a_rate_limit_that_does_not_end_is_an_error_in_time(socket: Path) -> None:
-    kubelet = Kubelet(socket, refuse=1000)
     began = time.monotonic()
     with (
+        PodResourcesSocket(socket, refuse=1000) as kubelet,
         usage.channel(socket) as channel,
         pytest.raises(usage.KubeletError, match="PodResources List: RESOURCE_EXHAUSTED") as caught,
     ):
         usage.read_usage(channel, 0.3)
     assert time.monotonic() - began < 2
-    assert 2 <= kubelet.calls < 20
+    assert 2 <= kubelet.lists < 20
     assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    kubelet.stop()
 
 
 @pytest.mark.parametrize("mib", [5, 40])
 def test_a_long_list_is_read_and_one_that_is_too_long_is_asked_for_once(
-    kubelet: Kubelet, channel: grpc.Channel, mib: int
+    kubelet: PodResourcesSocket, channel: grpc.Channel, mib: int
 ) -> None:
     """gRPC takes 4 MiB by default, the kubelet's own client 16."""
     pod = api.PodResources(
         namespace="a",
         containers=[api.ContainerResources(name="c" * 4096, devices=[entry("r", ["x"], 0)])] * 16,
     )
-    kubelet.pods = [pod] * (16 * mib)
+    kubelet.listed = [pod] * (16 * mib)
     if mib == 5:
         assert len(usage.read_usage(channel, 20).pods) == 16 * mib
     else:
         with pytest.raises(usage.KubeletError, match="larger than max"):
             usage.read_usage(channel, 20)
-    assert kubelet.calls == 1
+    assert kubelet.lists == 1
 
 
 def test_the_length_of_an_answer_on_the_wire_tells_what_is_offered(
-    kubelet: Kubelet, channel: grpc.Channel
+    kubelet: PodResourcesSocket, channel: grpc.Channel
 ) -> None:
     """The kubelet lists devices in no order, so its answers are never the same bytes."""
     offered = [entry("nvidia.com/gpu", [f"GPU-{n}"], n) for n in range(4)]
@@ -243,9 +198,9 @@ def test_bytes_that_are_no_answer_are_the_kubelets_error() -> None:
 
 
 def test_a_kubelet_that_is_silent_is_an_error_in_time(
-    kubelet: Kubelet, channel: grpc.Channel
+    kubelet: PodResourcesSocket, channel: grpc.Channel
 ) -> None:
-    kubelet.release.clear()
+    kubelet.hang()
     with pytest.raises(usage.KubeletError, match="DEADLINE_EXCEEDED"):
         usage.read_usage(channel, 0.2)
 
@@ -254,20 +209,16 @@ def test_a_kubelet_that_is_absent_is_an_error_and_found_when_it_comes(socket: Pa
     with usage.channel(socket) as channel:
         with pytest.raises(usage.KubeletError, match="UNAVAILABLE"):
             usage.read_usage(channel, 1)
-        kubelet = Kubelet(socket)
-        assert answered_within(channel, 2)
-        kubelet.stop()
+        with PodResourcesSocket(socket):
+            assert answered_within(channel, 2)
 
 
 def test_a_new_socket_on_the_same_path_is_connected_to(socket: Path) -> None:
-    first = Kubelet(socket)
     with usage.channel(socket) as channel:
-        usage.read_usage(channel, 5)
-        first.stop()
-        socket.unlink(missing_ok=True)
-        second = Kubelet(socket)
-        assert answered_within(channel, 2)
-        second.stop()
+        with PodResourcesSocket(socket):
+            usage.read_usage(channel, 5)
+        with PodResourcesSocket(socket):
+            assert answered_within(channel, 2)
 
 
 def answered_within(channel: grpc.Channel, limit_s: float) -> bool:
