@@ -24,7 +24,7 @@ from rte.discovery.injection import VERSIONS_DIFFER
 from rte.discovery.nvml_worker import NvmlUnavailable, NvmlWorker
 from rte.discovery.reading import NvmlReading
 from rte.discovery.sysfs import Host, SysfsError, read_host
-from rte.kubelet.policy import PolicyError, read_policy
+from rte.kubelet.policy import PolicyError
 from rte.kubelet.usage import KubeletError, channel, read_allocatable
 from rte.kubelet.watch import watch
 from rte.model import FaultClass, Machine, Policy, TopologyManagerPolicy
@@ -290,7 +290,8 @@ def kubelet_findings(config: Config) -> Iterator[Finding]:
     if connect(config.pod_resources_socket) is None:
         yield from registration_findings(config)
     try:
-        yield from policy_findings(read_kubelet_policy(config))
+        found = parts.kubelet_configuration(config, None, parts.node_name(config))
+        yield from policy_findings(found.read())
     except PolicyError as error:
         yield wrong("kubelet", str(error), "name its file by kubelet.configFile")
 
@@ -335,21 +336,12 @@ def registration_findings(config: Config) -> Iterator[Finding]:
         )
 
 
-def read_kubelet_policy(config: Config) -> Policy | None:
-    kubelet = config.kubelet
-    file = Path(kubelet.config_file) if kubelet.config_file else None
-    drop_ins = Path(kubelet.config_dir) if kubelet.config_dir else None
-    if file is None and drop_ins is None:
-        return None
-    return read_policy(file, drop_ins=drop_ins)
-
-
 def policy_findings(policy: Policy | None) -> Iterator[Finding]:
     """Where the kubelet is not set as deploy/kubelet/config.yaml has it."""
     sample = "see deploy/kubelet/config.yaml"
     if policy is None:
         yield advice(
-            "kubelet", "its configuration is not named", "kubelet.configFile lets it be looked at"
+            "kubelet", "its configuration is not found", "kubelet.configFile lets it be looked at"
         )
         return
     if policy.topology_manager is not TopologyManagerPolicy.SINGLE_NUMA_NODE:
@@ -404,19 +396,34 @@ def choice_findings(config: Config, state: State | None) -> Iterator[Finding]:
             "pods that wait are not woken (nrt.echo: 0): up to five minutes behind a release",
             "set nrt.echo above the scheduler's cacheResyncPeriodSeconds, unless it has no cache",
         )
-    if not nrt.fingerprint.watch_pods:
+    pods = None if state is None else state["pods"]
+    if not nrt.fingerprint.watch_pods and not (
+        serves_pods(config) if pods is None else pods["source"]
+    ):
         yield advice(
             "fingerprint",
             "goes by PodResources: pods that have ended and are still there, and Guaranteed pods "
             "without CPUs of their own, keep a scheduler with a cache waiting",
-            "set nrt.fingerprint.watchPods, which takes the right to list and watch pods",
+            "kubelets from 1.37 tell by their pods API (kubelet.podsApi); else set "
+            "nrt.fingerprint.watchPods, which takes the right to list and watch pods",
         )
     elif state is not None and state["disagreement"]:
         yield advice(
             "fingerprint",
             "PodResources alone would give another one now",
-            "nothing, while nrt.fingerprint.watchPods is set: the pods' own facts count",
+            "nothing, while the pods are followed: their own facts count",
         )
+    if pods is not None and pods["kubelet"] and serves_pods(config):
+        yield advice(
+            "pods",
+            f"the kubelet does not tell of them though its socket is there: {pods['kubelet']}",
+            "nothing, while the API server does; a kubelet before 1.37 needs the gate PodsAPI",
+        )
+
+
+def serves_pods(config: Config) -> bool:
+    """Whether the kubelet seems to serve its pods API."""
+    return config.kubelet.pods_api and config.pods_api_socket.is_socket()
 
 
 # The API server
@@ -434,7 +441,7 @@ def wanted_rights(config: Config) -> Iterable[Right]:
     yield from RIGHTS
     if config.nrt.fabric:
         yield from (("rte.dev", "gpufabrics", verb) for verb in ("get", "create", "patch"))
-    if config.nrt.fingerprint.watch_pods:
+    if config.nrt.fingerprint.watch_pods and not serves_pods(config):
         yield from (("", "pods", verb) for verb in ("list", "watch"))
     if config.health.events:
         yield ("", "events", "create")
