@@ -1,4 +1,4 @@
-"""The publisher's life: wait for a reason, look, publish; `Pacer` says when to look next.
+"""The publisher's life: wait for a reason, look, publish.
 
 One thread. Reasons come from other threads through `Agent.wake` and are coalesced; none is lost.
 Whatever fails is said once, counted, and tried again; nothing ends the loop but `stop`.
@@ -12,7 +12,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import NamedTuple, Protocol
 import grpc
 
 from rte.kubelet.ended import ENDED, with_ended
-from rte.kubelet.plausible import Doubt, Look, Patience, doubt
+from rte.kubelet.plausible import Doubt, Look, doubt
 from rte.kubelet.policy import InForce, PolicyError, says
 from rte.kubelet.state import (
     CPU_STATE,
@@ -31,9 +30,11 @@ from rte.kubelet.state import (
     StateFileError,
     read_handed_out,
 )
-from rte.kubelet.usage import KubeletError, read_allocatable, read_usage
-from rte.kubelet.watch import FileWatch, signature, watch
+from rte.kubelet.usage import KubeletError, ask_allocatable, parse_allocatable, read_usage
+from rte.kubelet.watch import FileWatch, Signature, signature, watch
 from rte.model import Faults, Machine, Observation, PodFacts, Policy, Usage
+from rte.pacer import Due, Pace, Pacer, backoff_s, ordered_s
+from rte.problems import Problems
 from rte.publish.access import ApiError
 from rte.publish.patch import is_stale, may_wake, with_stale
 from rte.publish.publisher import Outcome, Sink, Wrote
@@ -52,159 +53,10 @@ class Reason(StrEnum):
     PODS = "pods"
     KUBELET_CONFIGURATION = "kubelet-configuration"
     KUBELET_RESTART = "kubelet-restart"
+    ALLOCATABLE = "allocatable"
     CONFIGURATION = "configuration"  # our own
     REREAD = "reread"
     RETRY = "retry"
-
-
-# When to look
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """Times in seconds; why they are what they are stands beside each."""
-
-    settle_s: float = 0.01
-    """Between a first reason and the look: an admission writes two or three files within 5 ms,
-    and one look then sees them all."""
-    burst_s: float = 0.25
-    """A reason that comes so soon after a write belongs to a burst."""
-    quiet_s: float = 0.075
-    """In a burst: how long no reason has come before the look. The last change of a burst is then
-    published within 100 ms."""
-    longest_s: float = 0.4
-    """In a burst: the look after so long comes in any case; 20 changes in a second are 4 writes."""
-    poll_s: float = 10.0
-    """PodResources is asked so often though nothing calls; one look costs 3 ms of CPU."""
-    reread_s: float = 600.0
-    """The published object is read back so often; half as early at first, by chance, so that the
-    nodes of a cluster do not ask together."""
-    echo_s: float = 6.0
-    """After a write by which a pod that waits may find room: the scheduler's cache has taken the
-    object in after its resync period, 5 s at the least that is advised. 0: no echo."""
-    retry_first_s: float = 0.5
-    retry_longest_s: float = 30.0
-    """After errors: doubled from the first to the longest, each cut by up to half by chance."""
-    doubts_s: tuple[float, ...] = (0.02, 0.03, *[0.05] * 8, 0.1, 0.2, 0.4, 0.4)
-    """Between looks at a reading that cannot be believed; then, after 1.6 s, it is published as it
-    is. Seen: a state file 0.3 s ahead of the list, so up to there the looks are dense."""
-    doubts_if_short: int = 8
-    """How many of those looks a reading gets that is as likely true."""
-    stale_s: float = 300.0
-    """Nothing has been known for so long: the object says so. 0: never."""
-    restart_s: float = 15.0
-    """So long after the kubelet has started its readings are doubted, once a second at the last:
-    it waits for its pods from the API server before it lists them."""
-
-
-class Pacer:
-    """When to look next. Pure arithmetic over the times that it is told; it knows no clock."""
-
-    def __init__(self, pace: Pace, now: float, *, chance: float) -> None:
-        """`chance` in [0, 1) spreads the first re-reading over the period."""
-        self.pace = pace
-        self.reread_at = now + pace.reread_s * (0.5 + chance / 2)
-        self.echo_at: float | None = None
-        self._poll_at = now
-        self._first: float | None = None  # the first and the last reason that wait
-        self._last = now
-        self._wrote_at = now - pace.burst_s
-        self._retry_at: float | None = None
-        self._retry_is_order = False
-        self._failures = 0
-        self._doubts = 0
-        self._doubt_at: float | None = None
-
-    def woken(self, now: float, *, urgent: bool = False) -> None:
-        """A reason has come. An urgent one ends a back-off that nobody has ordered."""
-        self._first = now if self._first is None else self._first
-        self._last = now
-        if urgent and not self._retry_is_order:
-            self._retry_at = None
-            self._failures = 0  # a socket that is just being made may need another try, soon
-
-    def next(self) -> float:
-        """When to wake up: to look, to read back or to echo, whichever is first."""
-        others = [at for at in (self.reread_at, self.echo_at) if at is not None]
-        if self._retry_at is not None:
-            return self._retry_at
-        return min([self.look_at(), *others])
-
-    def look_at(self) -> float:
-        """When to look next, as things are."""
-        if self._retry_at is not None:
-            return self._retry_at
-        if self._doubt_at is not None:
-            return self._doubt_at
-        if self._first is None:
-            return self._poll_at
-        pace = self.pace
-        if self._first - self._wrote_at >= pace.burst_s:
-            return min(self._first + pace.settle_s, self._poll_at)
-        return min(self._last + pace.quiet_s, max(self._first, self._wrote_at) + pace.longest_s)
-
-    def looking(self) -> None:
-        """A look begins: the reasons so far are answered by it."""
-        self._first = None
-        self._doubt_at = self._retry_at = None
-
-    def looked(self, now: float, *, wrote: bool, wakes: bool = False) -> None:
-        """A look was believed, and published if there was anything new; pods that wait may find
-        room by it."""
-        self._poll_at = now + self.pace.poll_s
-        self._failures = self._doubts = 0
-        if wrote:
-            self._wrote_at = now
-            waiting = self.echo_at is not None
-            self.echo_at = now + self.pace.echo_s if (wakes or waiting) else None
-        if not self.pace.echo_s:
-            self.echo_at = None
-
-    def doubted(self, now: float, patience: Patience, *, restarted_at: float | None = None) -> bool:
-        """Whether to look again before the reading is believed; then it says when."""
-        short = patience is Patience.SHORT
-        waits = self.pace.doubts_s[: self.pace.doubts_if_short if short else None]
-        if self._doubts < len(waits):
-            wait_s = waits[self._doubts]
-        elif (
-            patience is Patience.LONG
-            and restarted_at is not None
-            and now < restarted_at + self.pace.restart_s
-        ):
-            wait_s = 1.0
-        else:
-            return False
-        self._doubts += 1
-        self._doubt_at = now + wait_s
-        return True
-
-    def failed(self, now: float, *, chance: float, after_s: float | None = None) -> None:
-        """Something could not be done: `after_s` is when the other side wants to be asked again."""
-        pace = self.pace
-        wait_s = backoff_s(pace, self._failures, pace.retry_longest_s, chance=chance)
-        self._failures = min(self._failures + 1, 30)
-        self._retry_is_order = after_s is not None
-        self._retry_at = now + max(wait_s, ordered_s(after_s, chance=chance))
-
-    def again(self, now: float, after_s: float) -> None:
-        """A look is wanted then, though no reason may come."""
-        self._poll_at = min(self._poll_at, now + after_s)
-
-    def reread(self, now: float, *, chance: float) -> None:
-        self.reread_at = now + self.pace.reread_s * (0.9 + chance / 5)
-
-    def echoed(self) -> None:
-        self.echo_at = None
-
-
-def backoff_s(pace: Pace, failures: int, longest_s: float, *, chance: float) -> float:
-    """How long to wait after as many failures in a row and one more."""
-    return min(pace.retry_first_s * 2.0 ** min(failures, 30), longest_s) * (1 - chance / 2)
-
-
-def ordered_s(after_s: float | None, *, chance: float) -> float:
-    """What a server asked for, and up to half of it more: it has told many nodes the same."""
-    return (after_s or 0) * (1 + chance / 2)
 
 
 # What is not as it should be
@@ -217,44 +69,10 @@ OTHERS_LONGEST_S = 300.0
 """Between two tries of what schedulers do not read: it may be a right that is never given."""
 HANGS_S = 180.0
 """A turn is a few requests with time-outs of 5 and 10 s; one that takes so long hangs."""
-
-
-class Problem(NamedTuple):
-    words: str
-    since: float  # seconds since the epoch
-
-    def __str__(self) -> str:
-        since = datetime.fromtimestamp(self.since, UTC)
-        return f"{self.words} (since {since:%Y-%m-%dT%H:%M:%SZ})"
-
-
-class Problems:
-    """What is wrong now, by subject; each is logged when it begins, changes and ends."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._problems: dict[str, Problem] = {}
-
-    def report(self, subject: str, words: str) -> None:
-        with self._lock:
-            known = self._problems.get(subject)
-            since = known.since if known else time.time()
-            self._problems[subject] = Problem(words, since)
-        if known is None:
-            log.warning("%s: %s", subject, words)
-        elif known.words != words:
-            log.info("%s: now %s", subject, words)
-
-    def end(self, subject: str) -> None:
-        with self._lock:
-            known = self._problems.pop(subject, None)
-        if known is not None:
-            log.info("%s: in order again, after %.0f s", subject, time.time() - known.since)
-
-    def current(self) -> Mapping[str, Problem]:
-        """A copy, in the order in which they began."""
-        with self._lock:
-            return dict(self._problems)
+UNREAD_S = 5.0
+"""At a normal start the first reading of the hardware takes a second or two."""
+REREAD_RETRY_S = 30.0
+"""After a re-reading that failed, and up to half of it later by chance; looks wait for none."""
 
 
 # What the agent is made of
@@ -296,6 +114,11 @@ class Kubelet(NamedTuple):
             **dict.fromkeys(self.configuration, Reason.KUBELET_CONFIGURATION),
         }
 
+    @property
+    def plugin_folders(self) -> tuple[Path, ...]:
+        """Where device plugins have their sockets."""
+        return self.plugin_dir, self.root / "plugins_registry"
+
 
 class Sources(NamedTuple):
     """What a look needs beside the kubelet and the hardware. None means that nobody can tell."""
@@ -312,6 +135,65 @@ class Sources(NamedTuple):
     withheld: Callable[[], Mapping[str, str]] = dict  # cordoned devices and the reason
     listed: Callable[[Usage, float], None] = lambda usage, asked: None
     """Told each list as it comes, believed or not, and when it was asked for (monotonic)."""
+
+
+class KubeletPolicy:
+    """What the kubelet works by: what it read when it started."""
+
+    def __init__(self, sources: Sources, socket: Path, problems: Problems) -> None:
+        """`socket` is made anew at each start of the kubelet."""
+        self.is_due = True
+        """To be read: at the start, when the kubelet has restarted and when its files changed."""
+        self._sources = sources
+        self._socket = socket
+        self._problems = problems
+        self._in_force = InForce()
+
+    def read(self) -> Policy | None:
+        """The policy in force, None while it is not known; asks only while it is due."""
+        if not self.is_due:
+            return self._in_force.policy
+        try:
+            read = self._sources.policy()
+            words = "no source of the kubelet's configuration"
+        except (PolicyError, KubeletError, ApiError) as error:
+            read, words = None, str(error)
+        if read is None:
+            self._problems.report("policy", f"unknown: {words}")
+            return self._in_force.policy or self._published()
+        kubelet = signature(self._socket)
+        if self._in_force.policy is None and (changed := self._changed_since_start(kubelet)):
+            published = self._published()
+            if published is None:
+                words = f"the kubelet's configuration was changed at {changed}, after its start"
+                self._problems.report("policy", f"unknown: {words}; restart the kubelet")
+                return None
+            if not says(published, read):
+                self._in_force = InForce(policy=published, kubelet=kubelet)
+        self._in_force = self._in_force.after(read, kubelet=kubelet)
+        self.is_due = False
+        self._problems.end("policy")
+        if self._in_force.pending is None:
+            self._problems.end("kubelet configuration")
+        else:
+            self._problems.report(
+                "kubelet configuration", "changed; it counts when the kubelet has restarted"
+            )
+        return self._in_force.policy
+
+    def _changed_since_start(self, kubelet: Signature | None) -> str | None:
+        """When the files changed after the kubelet's start, which made its socket: what it read is
+        then not known but from what was published."""
+        changed = self._sources.policy_changed()
+        if kubelet is None or changed is None or changed <= kubelet[3] / 1e9:
+            return None
+        return datetime.fromtimestamp(changed, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    def _published(self) -> Policy | None:
+        try:
+            return self._sources.published_policy()
+        except ApiError:
+            return None
 
 
 class Counts:
@@ -368,15 +250,17 @@ class Agent:
         self._condition = threading.Condition()
         self._reasons: dict[Reason, float] = {Reason.START: clock()}  # with their first time
         self._stopped = False
+        self._started_at = clock()
         self._believed: Look | None = None
+        self._offered_bytes: int | None = None  # how long the kubelet's offer was, as last read
         self._restarted_at: float | None = None
-        self._in_force = InForce()
-        self._policy_is_due = True
+        self._policy = KubeletPolicy(sources, kubelet.pod_resources_socket, self.problems)
         self._node_allocatable: Mapping[str, int] | None = None
         self._rereads = 0
         self._node_failures = 0  # to read it, in a row
         self._bodies: Mapping[str, Mapping[str, object]] = {}  # by kind, as last published
         self._sink_is_due = True
+        self._reread_failed = False
         self._other_failed: ApiError | None = None  # of what schedulers do not read
         self._other_failures = 0  # in a row
         self._others_at = 0.0  # when they are tried again
@@ -393,7 +277,15 @@ class Agent:
         now = self.clock()
         with self._condition:
             self._reasons.setdefault(reason, now)
+            if reason is Reason.KUBELET_RESTART:
+                self._reasons[reason] = now
             self._pacer.woken(now, urgent=reason is Reason.KUBELET_RESTART)
+            self._condition.notify()
+
+    def plugin_moved(self) -> None:
+        """A device plugin's socket has come or gone: what the kubelet offers may soon differ."""
+        with self._condition:
+            self._pacer.plugin_moved(self.clock())
             self._condition.notify()
 
     def follow(self, pace: Pace) -> None:
@@ -408,7 +300,14 @@ class Agent:
         """Watches the kubelet's files and runs the loop in a thread."""
         reasons = self.kubelet.watched()
         by_path = {Path(path).absolute(): reason for path, reason in reasons.items()}
-        self._watch = watch(by_path, lambda path: self.wake(by_path[path]))
+
+        def told(path: Path) -> None:
+            if path in by_path:
+                self.wake(by_path[path])
+            else:
+                self.plugin_moved()
+
+        self._watch = watch(by_path, told, folders=self.kubelet.plugin_folders)
         self._thread = threading.Thread(target=self.run, name="agent", daemon=True)
         self._thread.start()
 
@@ -460,72 +359,78 @@ class Agent:
 
     def run(self) -> None:
         """Until `stop`."""
-        while (reasons := self._wait()) is not None:
+        while (due := self._wait()) is not None:
             self._busy_since = self.clock()
             try:
-                self.turn(reasons)
+                self._turn(due)
             except Exception as error:
                 self._fail("agent", type(error).__name__, f"{error!r}; this is a bug")
                 log.exception("the publisher goes on after")
+            else:
+                self.problems.end("agent")
             self._busy_since = None
 
-    def _wait(self) -> dict[Reason, float] | None:
-        """The reasons that wait, when it is time for them; None at the end."""
+    def _wait(self) -> frozenset[Due] | None:
+        """What is due, when it is time for it; None at the end. The reasons that a look answers are
+        taken at the same moment: one that comes later is answered by the next."""
         with self._condition:
             while not self._stopped:
-                wait_s = self._pacer.next() - self.clock()
-                if wait_s <= 0:
-                    reasons, self._reasons = self._reasons, {}
-                    return reasons
-                self._condition.wait(wait_s)
+                due = self._pacer.due(self.clock())
+                if due:
+                    if Due.LOOK in due:
+                        # The first time of each counts, but of the kubelet's starts the last.
+                        restarted = self._reasons.get(Reason.KUBELET_RESTART)
+                        self._unanswered = {**self._reasons, **self._unanswered}
+                        if restarted is not None:
+                            self._unanswered[Reason.KUBELET_RESTART] = restarted
+                        self._reasons = {}
+                        self._pacer.looking()
+                    return due
+                self._condition.wait(self._pacer.next() - self.clock())
         return None
 
-    def turn(self, reasons: Mapping[Reason, float]) -> None:
-        """One turn of the loop: what is due of reading back, looking, publishing and echoing."""
+    def _turn(self, due: frozenset[Due]) -> None:
+        """Does what is due; what comes after something that fails stays due."""
         now = self.clock()
-        for reason, since in reasons.items():
-            self._unanswered.setdefault(reason, since)
-        with self._condition:
-            due = {
-                "look": self._pacer.look_at() <= now,
-                "reread": self._pacer.reread_at <= now,
-                "echo": self._pacer.echo_at is not None and self._pacer.echo_at <= now,
-            }
-            if due["look"]:
-                self._pacer.looking()
         try:
-            if due["reread"]:
-                self._reread(now)
-            if due["look"]:
+            if Due.LOOK in due:
                 self._look(now)
-            if due["echo"]:
+            if Due.GLANCE in due:
+                self._glance(now)
+            if Due.ECHO in due:
                 self._echo()
         except KubeletError as error:
             code = error.code.name if error.code else "OTHER"
-            self._fail("kubelet", code, str(error))
+            longest_s = self._pacer.pace.retry_kubelet_s
+            self._fail("kubelet", code, str(error), longest_s=longest_s)
             self._tell_stale()
         except ApiError as error:
             self._sink_is_due = True
             self._fail("API server", error.reason, in_words(error), after_s=error.retry_after_s)
+        else:
+            if Due.REREAD in due:
+                self._reread(now)
 
-    def _fail(self, subject: str, reason: str, words: str, *, after_s: float | None = None) -> None:
+    def _fail(
+        self,
+        subject: str,
+        reason: str,
+        words: str,
+        *,
+        after_s: float | None = None,
+        longest_s: float | None = None,
+    ) -> None:
         self.counts.failures[subject, reason] += 1
         self.problems.report(subject, words)
         with self._condition:
-            self._pacer.failed(self.clock(), chance=random.random(), after_s=after_s)
+            self._pacer.failed(
+                self.clock(), chance=random.random(), after_s=after_s, longest_s=longest_s
+            )
 
     def _look(self, now: float) -> None:
         reasons = self._unanswered or {Reason.POLL: now}
         self.counts.looks.update(reason.value for reason in reasons)
-        if (restarted_at := self._unanswered.get(Reason.KUBELET_RESTART)) is not None:
-            if self._restarted_at is None:
-                self._policy_is_due = True
-                self._node_allocatable = None
-            self._restarted_at = restarted_at
-        if Reason.KUBELET_CONFIGURATION in self._unanswered:
-            self._policy_is_due = True
-        if Reason.CONFIGURATION in self._unanswered:
-            self._sink_is_due = True
+        self._take(reasons)
         observation = self._observe(now)
         if observation is None:
             return
@@ -539,17 +444,73 @@ class Agent:
         self.observation, self.observed_at, self._sink_is_due = observation, now, True
         self._publish(observation, since=min(reasons.values()), now=now)
 
+    def _take(self, reasons: Mapping[Reason, float]) -> None:
+        """Forgets what a reason makes doubtful of what is known."""
+        if (restarted_at := reasons.get(Reason.KUBELET_RESTART)) is not None:
+            if self._restarted_at is None:
+                self._policy.is_due = True
+                self._node_allocatable = None
+            self._restarted_at = restarted_at
+        if Reason.KUBELET_CONFIGURATION in reasons:
+            self._policy.is_due = True
+        if Reason.CONFIGURATION in reasons:
+            self._sink_is_due = True
+
     def _observe(self, now: float) -> Observation | None:
         """All that is known of the node, or None while it is not to be published."""
         snapshot = self._hardware.latest
+        look, pods = self._read_kubelet()
+        if not self._is_believed(look, pods, snapshot, now):
+            return None
+        self._believed, self._restarted_at = look, None
+        self._unanswered.pop(Reason.KUBELET_RESTART, None)
+        if snapshot is None:
+            self._say_unread(now)
+            return None
+        self.problems.end("hardware")
+        return Observation(
+            machine=snapshot.machine,
+            faults=snapshot.faults,
+            usage=look.usage,
+            allocatable=look.allocatable,
+            policy=self._policy.read(),
+            pods=pods,
+            node_allocatable=self._own_node_allocatable(),
+            withheld=self._sources.withheld(),
+        )
+
+    def _read_kubelet(self) -> tuple[Look, tuple[PodFacts, ...] | None]:
+        """What the kubelet says now and its files do, and then what is known of its pods. Raises
+        KubeletError."""
         asked = time.monotonic()
-        usage = read_usage(self.kubelet.channel, self.kubelet.timeout_s)
-        allocatable = read_allocatable(self.kubelet.channel, self.kubelet.timeout_s)
+        kubelet = self.kubelet
+        usage = read_usage(kubelet.channel, kubelet.timeout_s)
+        offer = ask_allocatable(kubelet.channel, kubelet.timeout_s)
+        self._offered_bytes = len(offer)
         handed_out, pods = self._handed_out(), self._sources.pods()
         usage = with_ended(usage, handed_out, pods=pods)
         self._sources.listed(usage, asked)
-        look = Look(usage=usage, allocatable=allocatable, handed_out=handed_out)
         self.problems.end("kubelet")
+        look = Look(usage=usage, allocatable=parse_allocatable(offer), handed_out=handed_out)
+        return look, pods
+
+    def _handed_out(self) -> HandedOut | None:
+        try:
+            handed_out = read_handed_out(self.kubelet.root, self.kubelet.plugin_dir)
+        except StateFileError as error:
+            self.problems.report("state files", str(error))
+            return None
+        self.problems.end("state files")
+        return handed_out
+
+    def _is_believed(
+        self,
+        look: Look,
+        pods: tuple[PodFacts, ...] | None,
+        snapshot: Snapshot | None,
+        now: float,
+    ) -> bool:
+        """Whether this reading counts; otherwise the pacer knows when to look again."""
         found = doubt(
             look,
             before=self._believed,
@@ -562,88 +523,34 @@ class Agent:
         gpus_before = self.observation.machine.gpus if self.observation else ()
         if found is None and gpus_before and snapshot is not None and not snapshot.machine.gpus:
             found = Doubt("all GPUs are gone")
-        if found is not None:
-            with self._condition:
-                again = self._pacer.doubted(now, found.patience, restarted_at=self._restarted_at)
-            if again:
-                self.counts.doubted += 1
-                log.debug("looking again: %s", found.why)
-                return None
-            log.info("published as it is: %s", found.why)
-        self._believed, self._restarted_at = look, None
-        self._unanswered.pop(Reason.KUBELET_RESTART, None)
-        if snapshot is None:
-            self.problems.report("hardware", "no good reading yet; nothing is published before it")
-            self._pacer_looked(now, wrote=False)
-            return None
-        self.problems.end("hardware")
-        return Observation(
-            machine=snapshot.machine,
-            faults=snapshot.faults,
-            usage=look.usage,
-            allocatable=look.allocatable,
-            policy=self._kubelet_policy(),
-            pods=pods,
-            node_allocatable=self._own_node_allocatable(),
-            withheld=self._sources.withheld(),
+        if found is None:
+            return True
+        with self._condition:
+            again = self._pacer.doubted(now, found.patience, restarted_at=self._restarted_at)
+        if again:
+            self.counts.doubted += 1
+            log.debug("looking again: %s", found.why)
+            return False
+        log.info("published as it is: %s", found.why)
+        return True
+
+    def _say_unread(self, now: float) -> None:
+        self.problems.report(
+            "hardware", "no good reading yet; nothing is published before it", after_s=UNREAD_S
         )
+        self._pacer_looked(now, wrote=False)
+        if (left_s := self._started_at + UNREAD_S - now) > 0:
+            with self._condition:
+                self._pacer.again(now, left_s)
 
-    def _handed_out(self) -> HandedOut | None:
-        try:
-            handed_out = read_handed_out(self.kubelet.root, self.kubelet.plugin_dir)
-        except StateFileError as error:
-            self.problems.report("state files", str(error))
-            return None
-        self.problems.end("state files")
-        return handed_out
-
-    def _kubelet_policy(self) -> Policy | None:
-        """Read at start, after a restart of the kubelet and when its files change, until that
-        succeeds; what counts is what the kubelet read when it started."""
-        if not self._policy_is_due:
-            return self._in_force.policy
-        try:
-            read = self._sources.policy()
-            words = "no source of the kubelet's configuration"
-        except (PolicyError, KubeletError, ApiError) as error:
-            read, words = None, str(error)
-        if read is None:
-            self.problems.report("policy", f"unknown: {words}")
-            return self._in_force.policy or self._published_policy()
-        kubelet = signature(self.kubelet.pod_resources_socket)
-        changed = self._sources.policy_changed()
-        if (
-            self._in_force.policy is None
-            and kubelet is not None
-            and changed is not None
-            and changed > kubelet[3] / 1e9
-        ):
-            # Changed after the kubelet's start, which made its socket: what it read is not known
-            # but from what was published.
-            published = self._published_policy()
-            if published is None:
-                when = datetime.fromtimestamp(changed, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-                words = f"the kubelet's configuration was changed at {when}, after its start"
-                self.problems.report("policy", f"unknown: {words}; restart the kubelet")
-                return None
-            if not says(published, read):
-                self._in_force = InForce(policy=published, kubelet=kubelet)
-        self._in_force = self._in_force.after(read, kubelet=kubelet)
-        self._policy_is_due = False
-        self.problems.end("policy")
-        if self._in_force.pending is None:
-            self.problems.end("kubelet configuration")
-        else:
-            self.problems.report(
-                "kubelet configuration", "changed; it counts when the kubelet has restarted"
-            )
-        return self._in_force.policy
-
-    def _published_policy(self) -> Policy | None:
-        try:
-            return self._sources.published_policy()
-        except ApiError:
-            return None
+    def _glance(self, now: float) -> None:
+        """Whether the kubelet's offer is as long as it was: the end of a device plugin's stream is
+        in no file, and so many bytes more or less are a resource or a device."""
+        offer = ask_allocatable(self.kubelet.channel, self.kubelet.timeout_s)
+        with self._condition:
+            self._pacer.glanced(now)
+        if len(offer) != self._offered_bytes:
+            self.wake(Reason.ALLOCATABLE)
 
     def _own_node_allocatable(self) -> Mapping[str, int]:
         """Read at start, after a restart of the kubelet and every two hours."""
@@ -662,8 +569,10 @@ class Agent:
         bodies = {str(body["kind"]): body for body in self._compose(observation)}
         outcomes = [self.sink.publish(bodies[kind], now) for kind in bodies if kind == NRT_KIND]
         outcomes += self._publish_others(bodies, now)
-        for subject in ("API server", "agent") if self._other_failed is None else ("agent",):
-            self.problems.end(subject)
+        wrote = any(outcome.wrote.is_write for outcome in outcomes)
+        self._reread_failed = self._reread_failed and not wrote
+        if self._other_failed is None and not self._reread_failed:
+            self.problems.end("API server")
         self._sink_is_due = self._other_failed is not None
         self._unanswered = {}
         wakes = any(
@@ -673,7 +582,6 @@ class Agent:
         )
         self._bodies = bodies
         self._count(outcomes)
-        wrote = any(outcome.wrote.is_write for outcome in outcomes)
         end = self.clock()
         self._is_held = any(outcome.wrote is Wrote.HELD for outcome in outcomes)
         if not self._is_held:
@@ -763,11 +671,16 @@ class Agent:
         if self._rereads % NODE_SELDOM == 0:
             # In place of the other: an idle hour is six requests.
             self._node_allocatable = None
-            with self._condition:
-                self._pacer.woken(now)
-                self._reasons.setdefault(Reason.REREAD, now)
+            self.wake(Reason.REREAD)
             return
-        outcomes = self.sink.reread(now)
+        try:
+            outcomes = self.sink.reread(now)
+        except ApiError as error:
+            self._reread_later(error)
+            return
+        self._reread_failed = False
+        if self._other_failed is None:
+            self.problems.end("API server")
         self._is_held = any(outcome.wrote is Wrote.HELD for outcome in outcomes)
         self._count(outcomes)
         self._report_others(now, outcomes)
@@ -775,10 +688,22 @@ class Agent:
             if outcome.wrote.is_write:
                 log.info("put back: %s", _in_words([outcome]))
 
+    def _reread_later(self, error: ApiError) -> None:
+        """Looks go on meanwhile: what they find may be written all the same."""
+        self._reread_failed = True
+        self.counts.failures["API server", error.reason] += 1
+        self.problems.report("API server", in_words(error))
+        chance = random.random()
+        after_s = max(
+            REREAD_RETRY_S * (1 + chance / 2), ordered_s(error.retry_after_s, chance=chance)
+        )
+        with self._condition:
+            self._pacer.reread_at = min(self._pacer.reread_at, self.clock() + after_s)
+
     def _echo(self) -> None:
+        outcome = self.sink.echo()
         with self._condition:
             self._pacer.echoed()
-        outcome = self.sink.echo()
         if outcome is not None:
             self._count([outcome])
 

@@ -10,7 +10,7 @@ from typing import Any
 from plugin.devices import Advertising, devices
 from plugin.life import DevicePlugin
 from plugin.life import Options as PluginOptions
-from rte.agent import Agent, Kubelet, Pace, Reason, Sources
+from rte.agent import Agent, Kubelet, Reason, Sources
 from rte.graph.build import build
 from rte.graph.groups import groups
 from rte.kubelet import admission, usage
@@ -28,6 +28,7 @@ from rte.model import (
     base_units,
     huge_pages_name,
 )
+from rte.pacer import Pace
 from rte.publish.access import Access
 from rte.publish.apply import ApiServer
 from rte.publish.nrt import nrt

@@ -14,13 +14,14 @@ import yaml
 
 from plugin.life import DevicePlugin, Options
 from plugin.service import TOOK_BUCKETS_S
-from rte.agent import Agent, Kubelet, Pace, Reason, Sources
+from rte.agent import Agent, Kubelet, Reason, Sources
 from rte.graph.build import build
 from rte.graph.groups import groups
 from rte.kubelet import usage
 from rte.kubelet.policy import read_policy
 from rte.metrics import Measured, renderer
 from rte.model import CpuId, DeviceUse, NumaId, NumaNode, Observation, PodFacts, PodName
+from rte.pacer import Pace
 from rte.publish.access import Access
 from rte.publish.apply import ApiServer
 from rte.publish.nrt import nrt
@@ -42,7 +43,7 @@ STATIC = {
     "memoryManagerPolicy": "Static",
 }
 # As in use, but without waiting for bursts: 200 steps are one burst.
-BRISK = Pace(poll_s=60, settle_s=0.005, quiet_s=0.01, burst_s=0.02, echo_s=0)
+BRISK = Pace(poll_s=60, settle_s=0.005, apart_s=0.01, quiet_s=0.01, burst_s=0.02, echo_s=0)
 NUMBERS = itertools.count()
 
 StartKubelet = Callable[..., RealKubelet]

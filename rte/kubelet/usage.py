@@ -176,7 +176,8 @@ def ask(asked: str, call: Callable[..., Answer], request: object, timeout_s: flo
             # The limiter lets through whoever comes next: without jitter all clients that it
             # refused together would be refused together again.
             wait_s = pause_s * random.uniform(0.5, 1.5)
-            limited = code is grpc.StatusCode.RESOURCE_EXHAUSTED and TOO_LARGE not in (details or "")
+            exhausted = code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            limited = exhausted and TOO_LARGE not in (details or "")
             if limited and time.monotonic() + wait_s < end:
                 time.sleep(wait_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from rte.agent import Pace
+from rte.pacer import Pace
 from rte.sources.recorded import read_recorded
 from tests.gobuild import program
 from tests.machines.description import FOLDER
