@@ -18,6 +18,7 @@ import yaml
 
 from rte.model import PciAddress
 from rte.sources.recorded import read_recorded, unpack
+from tests.config_map import write_config_map
 from tests.fake_nvml import Driver
 from tests.machines.description import FOLDER
 from tests.pod_resources import PodResources
@@ -60,6 +61,7 @@ class DaemonProcess:
             "health": {"coolDown": "300ms"},
             "http": {"port": 0},
         }
+        self.file = folder / "config/rte.yaml"
         self.log_file = folder / "log"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -73,25 +75,9 @@ class DaemonProcess:
         self.pods.__exit__(None, None, None)
         self.kubelet.stop()
 
-    @property
-    def file(self) -> Path:
-        return self.folder / "config/rte.yaml"
-
     def write_config(self, text: str | None = None, **changed: Any) -> None:
-        """As the kubelet changes a ConfigMap: all files at once, by a link."""
-        folder = self.folder / "config"
-        folder.mkdir(exist_ok=True)
-        version = folder / f"..{next(VERSIONS)}"
-        version.mkdir()
-        (version / "rte.yaml").write_text(text or yaml.safe_dump({**self.config, **changed}))
-        before = (folder / "..data").resolve()
-        fresh = folder / "..data_tmp"
-        fresh.symlink_to(version.name)
-        fresh.replace(folder / "..data")
-        if before.name.startswith("..") and before != folder / "..data":
-            shutil.rmtree(before)
-        if not self.file.is_symlink():
-            self.file.symlink_to("..data/rte.yaml")
+        """As the kubelet changes a ConfigMap."""
+        write_config_map(self.file.parent, text or yaml.safe_dump({**self.config, **changed}))
 
     @property
     def environment(self) -> Mapping[str, str]:

@@ -21,6 +21,7 @@ import urllib3
 import yaml
 
 from rte.sources.recorded import read_recorded, unpack
+from tests.config_map import write_config_map
 from tests.conftest import GoProgram, StartKubelet
 from tests.deployed import (
     DEPLOY,
@@ -215,24 +216,6 @@ class Daemon:
             for resource in zone["resources"]
             if resource["name"] == GPU
         ]
-
-
-def write_config_map(folder: Path, text: str) -> Path:
-    """A ConfigMap's folder as the kubelet writes and changes it: all files at once, by a link."""
-    folder.mkdir(exist_ok=True)
-    version = folder / f"..{next(NUMBERS)}"
-    version.mkdir()
-    (version / "rte.yaml").write_text(text)
-    fresh = folder / "..data_tmp"
-    fresh.symlink_to(version.name)
-    before = (folder / "..data").resolve()
-    fresh.replace(folder / "..data")
-    if before.name.startswith("..") and before != folder / "..data":
-        shutil.rmtree(before)
-    file = folder / "rte.yaml"
-    if not file.is_symlink():
-        file.symlink_to("..data/rte.yaml")
-    return file
 
 
 def free_port() -> int:
@@ -543,10 +526,27 @@ def test_labels_are_in_a_feature_file(daemons: StartDaemon, tmp_path: Path) -> N
     assert "forbidden" not in daemon.log()
 
 
-def test_without_the_pod_watch_it_is_ready_all_the_same(daemons: StartDaemon) -> None:
-    daemon = daemons("overlays/no-pod-watch").start()
+def test_without_the_pod_watch_the_kubelet_tells_of_the_pods(daemons: StartDaemon) -> None:
+    daemon = daemons("overlays/no-pod-watch")
+    daemon.kubelet.admit(pod("any", {"cpu": "1"}))
+    daemon.start()
     daemon.until(daemon.is_ready, "ready")
+    told = 'rte_pods_source{source="kubelet"} 1.0'
+    daemon.until(lambda: told in daemon.get("/metrics")[1], told)
     assert "cannot" not in daemon.log()
+
+
+def test_without_the_pod_watch_it_is_ready_though_nobody_tells_of_the_pods(
+    daemons: StartDaemon,
+) -> None:
+    daemon = daemons("overlays/no-pod-watch")
+    daemon.kubelet.configure({**KUBELET, "featureGates": {"PodsAPI": False}})
+    daemon.kubelet.restart()
+    daemon.start()
+    daemon.until(daemon.is_ready, "ready")
+    assert "rte_pods_source{" not in daemon.get("/metrics")[1]
+    assert "cannot" not in daemon.log()
+    assert "rte_problem{" not in daemon.get("/metrics")[1]
 
 
 # A right that is missing
@@ -583,6 +583,8 @@ def test_without_a_right_it_goes_on_says_which_and_recovers(
         while may(daemon, resource, verb):
             assert time.monotonic() < end, "the role is still in force"
             time.sleep(0.02)
+        if resource == "pods":
+            daemon.config["kubelet"]["podsApi"] = False  # it would take the right's place
         daemon.start()
         words = rf"cannot {verb} resource \\?\"{resource}\\?\""
         daemon.until(
