@@ -282,17 +282,13 @@ def node_uid(api: ApiServer, node: str) -> Callable[[], str | None]:
     return read
 
 
-SELDOM_S = 600.0
-NEVER_S = 1e8
-
-
 def pace(config: Config) -> Pace:
     """When the publisher looks, reads back and tells."""
     from rte.pacer import Pace  # noqa: PLC0415 - not the plugin alone
 
     return Pace(
-        poll_s=config.kubelet.poll or config.nrt.reread or SELDOM_S,
-        reread_s=config.nrt.reread or NEVER_S,
+        poll_s=config.kubelet.poll,
+        reread_s=config.nrt.reread,
         echo_s=config.nrt.echo,
         stale_s=config.nrt.stale_after,
     )
@@ -310,19 +306,14 @@ def excluded_pods(config: Config, usage: Usage) -> frozenset[PodName]:
         pod.pod
         for pod in usage.pods
         for pattern in config.nrt.pod_exclude
-        if fits(pod.pod.namespace, pattern.namespace_pattern)
-        and fits(pod.pod.name, pattern.name_pattern)
+        if fnmatchcase(pod.pod.namespace, pattern.namespace_pattern)
+        and fnmatchcase(pod.pod.name, pattern.name_pattern)
     )
-
-
-def fits(name: str, pattern: str) -> bool:
-    """Whether a name fits Go's wildcards, which negate a set of characters by ^."""
-    return fnmatchcase(name, pattern.replace("[^", "[!"))
 
 
 def label_keys(config: Config) -> Mapping[Label, str]:
     """The key of each label that is wanted. Raises ConfigError for a label that there is not."""
-    from rte.publish.labels import DEFAULT_KEYS, LABEL_KEY, Label  # noqa: PLC0415
+    from rte.publish.labels import DEFAULT_KEYS, Label  # noqa: PLC0415
 
     known = {label.value: label for label in Label}
     for name in config.labels.keys:
@@ -332,14 +323,4 @@ def label_keys(config: Config) -> Mapping[Label, str]:
                 "configuration",
                 f"no such label; there are {', '.join(sorted(known))}",
             )
-    wanted = {**DEFAULT_KEYS, **{known[name]: key for name, key in config.labels.keys.items()}}
-    label_of: dict[str, Label] = {}
-    for label, key in wanted.items():
-        problem = None
-        if key and not LABEL_KEY.fullmatch(key):
-            problem = f"{key!r} is no key of a label; expected NAME or DOMAIN/NAME"
-        elif key and label_of.setdefault(key, label) is not label:
-            problem = f"{key} is the key of {label_of[key]} too"
-        if problem:
-            raise ConfigError(f"labels.keys.{label}", "configuration", problem)
-    return wanted
+    return {**DEFAULT_KEYS, **{known[name]: key for name, key in config.labels.keys.items()}}
