@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from rte.commands import parts
 from rte.commands.compose import Composer
@@ -147,6 +148,26 @@ def test_a_label_can_be_left_out_and_a_misspelt_one_is_refused() -> None:
     assert "hardware.nvlink.shape" not in bodies(made)["Node"]["metadata"]["labels"]
     with pytest.raises(ConfigError, match=r"labels\.keys\.hardware\.nvlink: no such label"):
         composer("labels: {keys: {hardware.nvlink: x}}")
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"hardware.nvlink.shape": "n v"}, "'n v' is no key of a label"),
+        ({"hardware.nvlink.shape": f"{'a' * 254}/x"}, "is no key of a label"),
+        ({"hardware.nvlink.shape": "Example.com/x"}, "is no key of a label"),
+        ({"hardware.nvlink.shape": "example.com/" + "x" * 64}, "is no key of a label"),
+        (
+            {"hardware.nvlink.shape": "hardware.nvlink.groups"},
+            "hardware.nvlink.groups is the key of hardware.nvlink.groups too",
+        ),
+    ],
+)
+def test_a_key_that_no_label_can_have_is_refused(keys: dict[str, str], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        composer(yaml.safe_dump({"labels": {"keys": keys}}))
+    assert caught.value.key == "labels.keys.hardware.nvlink.shape"
+    assert problem in caught.value.problem
 
 
 def test_labels_as_a_feature_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ def test_nothing_said_is_the_default() -> None:
 @pytest.mark.parametrize(
     ("text", "environ", "flags", "expected"),
     [
-        pytest.param("", {}, {}, "gpu", id="default"),
+        pytest.param("{}", {}, {}, "gpu", id="default"),
         pytest.param("nrt: {detail: node}", {}, {}, "node", id="file"),
         pytest.param("nrt: {detail: node}", {}, {"nrt.detail": "full"}, "full", id="flag wins"),
     ],
@@ -45,6 +45,50 @@ def test_the_environment_wins_over_the_file_and_the_flag_over_both(tmp_path: Pat
         pytest.param("nrt: {echo: soon}", "nrt.echo", "1h30m, got 'soon'", id="no duration"),
         pytest.param("nrt: {echo: -1}", "nrt.echo", "at least 0", id="negative duration"),
         pytest.param("nrt: {echo: .inf}", "nrt.echo", "finite", id="endless duration"),
+        pytest.param("", "", "is empty; expected options, or {}", id="empty"),
+        pytest.param(" \n", "", "is empty", id="blank"),
+        pytest.param(
+            "nrt: {echo: 1}\nnrt: {detail: gpu}",
+            "nrt",
+            "twice, again in line 2",
+            id="a section twice",
+        ),
+        pytest.param(
+            "health:\n  events: true\n  events: false", "health.events", "line 3", id="a key twice"
+        ),
+        pytest.param(
+            "nrt: {podExclude: [{namePattern: a, namePattern: b}]}",
+            "nrt.podExclude[0].namePattern",
+            "twice",
+            id="twice in a list",
+        ),
+        pytest.param("a: &a [*a]", "a", "no such option", id="endless"),
+        pytest.param(
+            "nrt: {podExclude: [{name: a}]}", "nrt.podExclude[0].name", "no such", id="misspelt pod"
+        ),
+        pytest.param(
+            "nrt: {resourceExclude: {n: gpu}}",
+            "nrt.resourceExclude[...]",
+            "array",
+            id="text for a list",
+        ),
+        *(
+            pytest.param(text, key, "must be at least", id=f"{key} too short")
+            for text, key in [
+                ("kubelet: {poll: 10ms}", "kubelet.poll"),
+                ("host: {interval: 1ms}", "host.interval"),
+                ("nrt: {reread: 0.5}", "nrt.reread"),
+                ("api: {timeout: 0}", "api.timeout"),
+                ("nvml: {timeout: 0}", "nvml.timeout"),
+            ]
+        ),
+        pytest.param(
+            "numa: {overrides: {'0000:3b:00.0': -1}}",
+            "numa.overrides",
+            "no NUMA node",
+            id="node -1",
+        ),
+        pytest.param("numa: {sameSocket: [[0, -2]]}", "numa.sameSocket", "-2", id="node -2"),
         pytest.param("http: {port: 70000}", "http.port", "65535", id="no port"),
         pytest.param("http: {port: '80'}", "http.port", "an integer", id="text for a number"),
         pytest.param("nrt: {detail: all}", "nrt.detail", "one of node, gpu, full", id="no choice"),
@@ -122,6 +166,14 @@ def test_an_error_names_the_variable_or_flag(
         load(environ=environ, flags=flags)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_an_empty_second_file_is_a_node_without_a_choice(tmp_path: Path) -> None:
+    """NVIDIA's config-manager makes one."""
+    second = tmp_path / "second.yaml"
+    second.touch()
+    (tmp_path / "first.yaml").write_text("nrt: {detail: node}")
+    assert load(file=tmp_path / "first.yaml", over=second, environ={}).nrt.detail == "node"
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def load(
     merged: dict[str, Any] = {}  # as one file would say it
     for source in (file, over):
         if source is not None:
-            said = read_file(source)
+            said = read_file(source, may_be_empty=source is over)
             convert(said, str(source))  # blame the file for its own errors
             merged = joined(merged, said)
     for option in options():
@@ -65,7 +65,12 @@ def load(
     return config
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path, *, may_be_empty: bool) -> dict[str, Any]:
+    """What a file says, in our words. Raises ConfigError.
+
+    An empty one is half a deployment, as a rule, and would take every option back; for NVIDIA's
+    config-manager it is a node without a choice.
+    """
     import yaml  # noqa: PLC0415 - the daemon without a file does not pay for it
 
     try:
@@ -75,15 +80,42 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError("", str(path), f"cannot be read: {error.strerror}") from error
     if len(content) > MAX_BYTES:
         raise ConfigError("", str(path), "is larger than 1 MiB")
+    if not may_be_empty and not content.strip():
+        raise ConfigError("", str(path), "is empty; expected options, or {} for all defaults")
     try:
         data = yaml.safe_load(content)
+        root = yaml.compose(content, Loader=yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 31 February
         raise ConfigError("", str(path), f"is not YAML: {error}") from error
+    twice(root, str(path))
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise ConfigError("", str(path), f"must hold a mapping, not {type(data).__name__}")
     return ours(data, str(path)) if "version" in data else data
+
+
+def twice(root: Any, source: str) -> None:
+    """Raises ConfigError for a key that a mapping has twice; YAML's readers take the last one, and
+    the first section would be lost without a word. `root` is a YAML node or None."""
+    waiting = [] if root is None else [("", root)]
+    seen_nodes = set()
+    while waiting:
+        where, node = waiting.pop()
+        if node.id == "scalar" or id(node) in seen_nodes:  # an alias
+            continue
+        seen_nodes.add(id(node))
+        if node.id == "sequence":
+            waiting += [(f"{where}[{number}]", item) for number, item in enumerate(node.value)]
+            continue
+        seen = set()
+        for key, value in node.value:
+            name = f"{where}.{key.value}".lstrip(".")
+            if name in seen:
+                line = key.start_mark.line + 1
+                raise ConfigError(name, source, f"is there twice, again in line {line}")
+            seen.add(name)
+            waiting.append((name, value))
 
 
 def ours(data: dict[str, Any], source: str) -> dict[str, Any]:

@@ -24,6 +24,8 @@ Problems = Iterator[tuple[str, str]]
 def check(config: Config, source: str) -> None:
     """Raises ConfigError for the first problem; `source` is who said it."""
     problems = chain(
+        durations(config),
+        numa(config),
         addresses(config),  # the others rely on addresses that can be parsed
         groups(config),
         devices(config),
@@ -33,6 +35,30 @@ def check(config: Config, source: str) -> None:
     )
     for key, problem in problems:
         raise ConfigError(key, source, problem)
+
+
+def durations(config: Config) -> Problems:
+    """Those with which something would be asked without a pause, or never answered in time."""
+    for key, chosen, least_s in (
+        ("host.interval", config.host.interval, 0.1),
+        ("kubelet.poll", config.kubelet.poll or 0.1, 0.1),  # 0: seldom
+        ("api.timeout", config.api.timeout, 0.1),
+        ("nrt.reread", config.nrt.reread, 1),
+        ("nvml.timeout", config.nvml.timeout, 0.1),
+    ):
+        if chosen < least_s:
+            yield key, f"must be at least {least_s:g} s, not {chosen:g}"
+
+
+def numa(config: Config) -> Problems:
+    said = {
+        "numa.overrides": [*config.numa.overrides.values()],
+        "numa.sameSocket": [*chain(*config.numa.same_socket)],
+    }
+    for key, nodes in said.items():
+        for node in nodes:
+            if node < 0:
+                yield key, f"{node} is no NUMA node"
 
 
 def addresses(config: Config) -> Problems:

@@ -13,8 +13,10 @@ from typing import Any
 from rte.graph.groups import Group
 from rte.model import Machine
 
-# Kubernetes' rule for the values of labels.
+# Kubernetes' rules for the values and the keys of labels.
 LABEL_VALUE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_DNS = "[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
+LABEL_KEY = re.compile(rf"(?:(?=.{{1,253}}/){_DNS}(?:\.{_DNS})*/)?{LABEL_VALUE.pattern}")
 
 
 class Label(StrEnum):
