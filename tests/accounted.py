@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rte.kubelet import usage
+from rte.kubelet.ended import ENDED, with_ended
+from rte.kubelet.plausible import Doubt, Look, doubt
+from rte.kubelet.state import read_handed_out
 from rte.model import DeviceUse, NumaId, PodFacts, PodName
 from rte.publish.nrt import nrt
 from tests.observed import observe
@@ -72,6 +75,28 @@ class Node:
                 uid=state.uid,
             )
             for state in self.kubelet.state().pods
+        )
+
+    def look(self) -> Look:
+        """One reading of all that the kubelet says of itself."""
+        handed_out = read_handed_out(self.kubelet.root, self.kubelet.plugin_dir)
+        return Look(
+            usage=with_ended(usage.read_usage(self.channel, 5), handed_out, pods=self.facts()),
+            allocatable=usage.read_allocatable(self.channel, 5),
+            handed_out=handed_out,
+        )
+
+    def doubt(self, look: Look, before: Look | None) -> Doubt | None:
+        """Why the publisher would look again before it believes that."""
+        pods = self.facts()
+        if pods is None:
+            return doubt(look, before=before, restarted=False)
+        return doubt(
+            look,
+            before=before,
+            restarted=False,
+            running=frozenset(pod.pod for pod in pods if pod.phase not in ENDED),
+            ended=frozenset(pod.uid for pod in pods if pod.phase in ENDED),
         )
 
     def published(self) -> Zones:

@@ -342,6 +342,38 @@ def test_a_rejected_pod_holds_nothing_though_managers_had_given_it_some(start: S
     assert sum(node.available(DEVICE)) == 8
 
 
+@pytest.mark.parametrize("level", ["pod", "container"])
+def test_a_new_pod_beside_leftovers_of_its_like_is_believed_at_once(
+    start: Start, level: str
+) -> None:
+    """A rejected pod's memory stays in the file until the next admission, and looks like that of
+    the pods beside it."""
+    node = start(
+        {
+            **STATIC,
+            "topologyManagerPolicy": "best-effort",
+            "topologyManagerScope": level,
+            "featureGates": POD_LEVEL,
+        }
+    )
+    node.plug(DEVICE, EIGHT)
+    believed = node.look()
+    for number in range(6):
+        body = pod(f"p{number}", {"cpu": "500m", "memory": "1Gi", DEVICE: 1}, {})
+        budget = {"cpu": "2", "memory": "2Gi"}
+        body["spec"]["resources"] = {"requests": budget, "limits": budget}
+        node.admit(body)
+        refused = node.admit(pod(f"q{number}", {"cpu": 1, "memory": "1Gi"}, {DEVICE: 9}))
+        assert not refused.admitted
+        look = node.look()
+        assert node.doubt(look, believed) is None
+        believed = look
+        node.run(f"r{number}", {"cpu": 1, "memory": "1Gi"})
+        look = node.look()
+        assert node.doubt(look, believed) is None
+        believed = look
+
+
 @pytest.mark.parametrize("scope", ["pod", "container"])
 def test_pod_level_resources_are_the_pods_budget(start: Start, scope: str) -> None:
     node = start(

@@ -8,9 +8,9 @@ budget anew whenever the kubelet starts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 
-from rte.kubelet.state import HandedOut, PodUid
+from rte.kubelet.state import HandedOut, Holder, PodUid
 from rte.model import MemoryBlock, NumaId, Usage
 
 Bytes = dict[str, dict[NumaId, int]]
@@ -24,7 +24,7 @@ def memory_free(usage: Usage, handed_out: HandedOut) -> Mapping[str, Mapping[Num
     before the next admission.
     """
     listed = Counter(block for pod in usage.pods for block in pod.memory_blocks())
-    held = Counter(_held(handed_out))
+    held = Counter(block for _, block in held_memory(handed_out))
     if listed - held:
         return {}
     free: Bytes = {name: dict(of) for name, of in handed_out.memory_free.items()}
@@ -34,12 +34,13 @@ def memory_free(usage: Usage, handed_out: HandedOut) -> Mapping[str, Mapping[Num
     return free
 
 
-def _held(handed_out: HandedOut) -> Iterable[MemoryBlock]:
-    """A pod's own blocks are its whole budget, its containers' are parts of that."""
+def held_memory(handed_out: HandedOut) -> Iterator[tuple[Holder, MemoryBlock]]:
+    """Each block that the file says is held, with its holder: a pod's own blocks are its whole
+    budget, its containers' are parts of that."""
     whole: set[PodUid] = {uid for uid, container in handed_out.memory if not container}
     for (uid, container), blocks in handed_out.memory.items():
         if not container or uid not in whole:
-            yield from blocks
+            yield from (((uid, container), block) for block in blocks)
 
 
 def _take_back(block: MemoryBlock, free: dict[NumaId, int], taken: dict[NumaId, int]) -> None:
