@@ -1,13 +1,15 @@
 """`rte publish` as a process: once, dry, and following its own configuration."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import urllib3
 
 from tests.daemon_process import DaemonProcess
+from tests.test_deployed import free_port
 
 
 @pytest.fixture
@@ -59,3 +61,67 @@ def test_the_effective_configuration_is_printed(daemon: DaemonProcess) -> None:
     assert said.returncode == 0
     assert "nodeName: b\n" in said.stdout
     assert "  publish: false\n" in said.stdout
+
+
+def metrics(daemon: DaemonProcess) -> str:
+    url = f"http://127.0.0.1:{daemon.config['http']['port']}/metrics"
+    try:
+        return urllib3.request("GET", url, retries=False).data.decode()
+    except urllib3.exceptions.HTTPError:
+        return ""
+
+
+def leave_empty(daemon: DaemonProcess) -> None:
+    daemon.write_config("\n")
+
+
+def misspell(daemon: DaemonProcess) -> None:
+    daemon.write_config("nrt: {detial: gpu}")
+
+
+def remove(daemon: DaemonProcess) -> None:
+    daemon.file.unlink()
+
+
+def make_unreadable(daemon: DaemonProcess) -> None:
+    daemon.file.unlink()
+    daemon.file.mkdir()
+
+
+SPOILT = {
+    "is empty": leave_empty,
+    "nrt.detial: no such option": misspell,
+    "cannot be read: No such file": remove,
+    "cannot be read: Is a directory": make_unreadable,
+}
+
+
+@pytest.mark.parametrize(("words", "spoil"), SPOILT.items(), ids=list(SPOILT))
+def test_a_spoilt_configuration_leaves_the_old_one_in_force_and_is_said(
+    daemon: DaemonProcess, words: str, spoil: Callable[[DaemonProcess], None]
+) -> None:
+    """On its way into a pod a ConfigMap can be all of this."""
+    problem = 'rte_problem{subject="configuration"} 1.0'
+    gpu = daemon.gpus[3]
+    chosen = {
+        "nrt": {"detail": "node"},
+        "devices": {"withhold": [{"pci": gpu.pci, "reason": "fan"}]},
+        "http": {"address": "127.0.0.1", "port": free_port()},
+    }
+    daemon.start("--out", str(daemon.folder / "out"), **chosen)
+    daemon.until(lambda: published(daemon)["zones"], "the object")
+    cordon = f'rte_device_withheld{{device="{gpu.pci}"'
+    daemon.until(lambda: cordon in metrics(daemon), "the cordon")
+    before = published(daemon)
+    spoil(daemon)
+    daemon.until(lambda: problem in metrics(daemon), problem)
+    assert words in daemon.log()
+    assert daemon.log().count("is not taken over") == 1
+    assert published(daemon) == before
+    assert cordon in metrics(daemon)
+    if daemon.file.is_dir():
+        daemon.file.rmdir()
+    daemon.write_config(nrt={"detail": "gpu"})
+    daemon.until(lambda: published(daemon) != before, "the mended one counts")
+    daemon.until(lambda: problem not in metrics(daemon), "in order")
+    assert daemon.end() == 0
