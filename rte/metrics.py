@@ -93,6 +93,12 @@ METRICS = (
         (),
         "1 where PodResources and the pods' own facts give different fingerprints.",
     ),
+    Named(
+        "rte_pods_source",
+        "gauge",
+        ("source",),
+        "1 for who tells of the pods' phases and requests: kubelet or api-server.",
+    ),
     # The hardware
     Named("rte_gpus", "gauge", ("health",), "GPUs by their gravest fault."),
     Named("rte_gpu_fault", "gauge", ("gpu", "severity", "reason"), "1 for each fault of a GPU."),
@@ -229,6 +235,8 @@ class Measured(NamedTuple):
     """Whether the two rules for the fingerprint differ now; None: there is one only."""
     withheld: Callable[[], Mapping[str, str]] = dict
     """Cordoned devices and the reason."""
+    pods_source: Callable[[], str | None] = lambda: None
+    """Who tells of the pods' phases and requests; None: nobody."""
     problems: Callable[[], Mapping[str, object]] = dict
     """What is wrong now, by subject."""
 
@@ -251,6 +259,8 @@ class _Collector(Collector):
         yield _gauge("rte_problem", (((subject,), 1) for subject in it.problems()))
         if it.publisher is not None:
             yield from publisher_metrics(it.publisher, it.disagreement())
+            source = it.pods_source()
+            yield _gauge("rte_pods_source", [] if source is None else [((source,), 1)])
         if it.hardware is not None and it.hardware.latest is not None:
             yield from hardware_metrics(it.hardware.latest)
             yield _gauge(

@@ -540,8 +540,7 @@ def test_without_the_pod_watch_it_is_ready_though_nobody_tells_of_the_pods(
     daemons: StartDaemon,
 ) -> None:
     daemon = daemons("overlays/no-pod-watch")
-    daemon.kubelet.configure({**KUBELET, "featureGates": {"PodsAPI": False}})
-    daemon.kubelet.restart()
+    daemon.config["kubelet"]["podsApiSocket"] = str(daemon.folder / "of-a-newer-kubelet.sock")
     daemon.start()
     daemon.until(daemon.is_ready, "ready")
     assert "rte_pods_source{" not in daemon.get("/metrics")[1]

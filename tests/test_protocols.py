@@ -11,7 +11,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto, FileDescriptorProto, FileDescriptorSet
 
 from plugin.api import deviceplugin_pb2, deviceplugin_pb2_grpc, pluginregistration_pb2
-from rte.kubelet.api import pod_pb2, pods_pb2, podresources_pb2
+from rte.kubelet.api import pod_pb2, podresources_pb2, pods_pb2
 from tests.conftest import GoProgram
 
 ROOT = Path(__file__).parents[1]

@@ -218,7 +218,10 @@ def publisher() -> SimpleNamespace:
 
 def test_the_publisher_is_measured() -> None:
     samples = measured(
-        publisher=publisher(), disagreement=lambda: True, problems=lambda: {"policy": "unknown"}
+        publisher=publisher(),
+        disagreement=lambda: True,
+        pods_source=lambda: "kubelet",
+        problems=lambda: {"policy": "unknown"},
     )
     expected = {
         'rte_looks_total{reason="poll"}': 3,
@@ -239,6 +242,7 @@ def test_the_publisher_is_measured() -> None:
         f'rte_devices_used{{resource="{GPU}"}}': 2,
         f'rte_largest_aligned_devices{{resource="{GPU}"}}': 2,
         "rte_fingerprint_disagreement": 1,
+        'rte_pods_source{source="kubelet"}': 1,
     }
     assert {name: samples.get(name) for name in expected} == expected
 

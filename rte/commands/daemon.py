@@ -389,6 +389,7 @@ class Daemon:
             "nvmlAgeSeconds": self.hardware.worker.age_s,
             "problems": self.problems(),
             "disagreement": None if self.publisher is None else self.publisher.disagreement(),
+            "pods": None if self.publisher is None else self.publisher.pods.told(),
             "withheld": dict(self.cordons.now),
             "outgrown": self.outgrown,
             "faults": {
@@ -419,6 +420,7 @@ class Daemon:
             plugin_buckets_s=TOOK_BUCKETS_S,
             disagreement=(lambda: None) if publisher is None else publisher.disagreement,
             withheld=lambda: self.cordons.now,
+            pods_source=lambda: None if publisher is None else publisher.pods.source,
             problems=self.problems,
         )
         status = StatusServer(

@@ -16,6 +16,7 @@ from rte.commands.compose import Composer
 from rte.config import Config
 from rte.discovery.hardware import Hardware
 from rte.graph.build import Graph
+from rte.kubelet.following import NodePods, Watch
 from rte.model import Machine
 from rte.publish.access import ApiError
 from rte.publish.disagreement import rules_disagree
@@ -33,7 +34,7 @@ class Objects(NamedTuple):
     sink: Sink
     published_fabric: Callable[[], Mapping[str, Any] | None] | None = None
     node_uid: Callable[[], str | None] = lambda: None
-    pods: PodWatch | None = None
+    pod_watch: Watch | None = None
     announcer: Announcer | None = None
 
 
@@ -57,15 +58,12 @@ class Publisher:
         Refused and ConfigError.
         """
         self.hardware = hardware
-        self.objects = (
-            in_api_server(
-                config,
-                node,
-                on_pods=lambda: self.agent.wake(Reason.PODS),
-                tell=self._tell_of_pods,
-            )
-            if out is None
-            else in_folder(config, node, out)
+        self.objects = in_api_server(config, node) if out is None else in_folder(config, node, out)
+        self.pods = NodePods(
+            socket=config.pods_api_socket if config.kubelet.pods_api else None,
+            api_server=self.objects.pod_watch,
+            wake=lambda: self.agent.wake(Reason.PODS),
+            tell=self._tell_of_pods,
         )
         self.composer = Composer(
             config,
@@ -75,7 +73,7 @@ class Publisher:
             published_fabric=self.objects.published_fabric,
             node_uid=self.objects.node_uid,
         )
-        sources = self.objects.sources._replace(withheld=withheld)
+        sources = self.objects.sources._replace(withheld=withheld, pods=self.pods.read)
         if plugin is not None:
             observe = plugin.observe
             sources = sources._replace(listed=lambda usage, asked: observe(usage, asked=asked))
@@ -94,16 +92,14 @@ class Publisher:
         if self.objects.announcer is not None:
             self.objects.announcer.start()
             self.hardware.subscribe(self.objects.announcer.tell)
-        if self.objects.pods is not None:
-            self.objects.pods.start()
+        self.pods.start()
         self.hardware.subscribe(lambda _: self.agent.wake(Reason.HARDWARE))
         self.agent.start()
 
     def stop(self) -> None:
         """Returns when every thread has ended."""
         self.agent.stop()
-        if self.objects.pods is not None:
-            self.objects.pods.stop()
+        self.pods.stop()
         if self.objects.announcer is not None:
             self.objects.announcer.stop()
 
@@ -141,15 +137,8 @@ class Publisher:
         )
 
 
-def in_api_server(
-    config: Config,
-    node: str,
-    *,
-    on_pods: Callable[[], None],
-    tell: Callable[[str | None], None],
-) -> Objects:
-    """`on_pods` is called when the pods of this node have changed, `tell` with why they are not
-    followed, and with None when they are again. Raises Refused."""
+def in_api_server(config: Config, node: str) -> Objects:
+    """Raises Refused where the API server's address or credentials cannot be used."""
     try:
         api = parts.api_server(config)
         # Clients of their own: a watch must not wait for other requests, nor they for it.
@@ -159,7 +148,6 @@ def in_api_server(
         key = "api.kubeconfig: " if config.api.kubeconfig else ""
         raise parts.Refused(f"{key}{error}") from error
     kubelet = parts.kubelet_configuration(config, api, node)
-    pods = None if for_pods is None else PodWatch(for_pods, node, on_pods, tell)
     sink = ApiSink(
         api, node=node, takeover_after_s=config.nrt.takeover_after, owner=config.nrt.owner
     )
@@ -168,13 +156,12 @@ def in_api_server(
             policy=parts.kubelet_policy(config, kubelet),
             policy_changed=lambda: kubelet.changed,
             published_policy=sink.published_policy,
-            pods=lambda: None if pods is None else pods.read(),
             node_allocatable=parts.node_allocatable(api, node),
         ),
         sink=sink,
         published_fabric=parts.published_fabric(api, node),
         node_uid=parts.node_uid(api, node),
-        pods=pods,
+        pod_watch=None if for_pods is None else lambda *told: PodWatch(for_pods, node, *told),
         announcer=None if for_events is None else Announcer(for_events.create_event, node=node),
     )
 

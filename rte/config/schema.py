@@ -97,6 +97,17 @@ class Kubelet(Section, frozen=True, kw_only=True):
             flag="--podresources-socket",
         ),
     ] = None
+    pods_api: Annotated[
+        bool,
+        opt(
+            "Follow this node's pods by the kubelet's pods API where the kubelet serves it (from "
+            "1.37); false leaves that to nrt.fingerprint.watchPods."
+        ),
+    ] = True
+    pods_api_socket: Annotated[
+        str | None,
+        opt("Pods API socket; absent means pods-api/pods-api.sock in the root directory."),
+    ] = None
     plugin_dir: Annotated[
         str | None,
         opt(
@@ -184,8 +195,9 @@ class Fingerprint(Section, frozen=True, kw_only=True):
     watch_pods: Annotated[
         bool,
         opt(
-            "Watch this node's pods, so that the fingerprint covers the pods that the scheduler "
-            "counts; without it the PodResources rule is used."
+            "Watch this node's pods at the API server while the kubelet's pods API does not tell "
+            "of them, so that the fingerprint covers the pods that the scheduler counts; where "
+            "nobody tells the PodResources rule is used."
         ),
     ] = True
 
@@ -621,6 +633,11 @@ class Config(Section, frozen=True, kw_only=True):
         if named is None:
             return Path(self.kubelet.root_dir, "pod-resources/kubelet.sock")
         return Path(named.removeprefix("unix://"))
+
+    @property
+    def pods_api_socket(self) -> Path:
+        named = self.kubelet.pods_api_socket
+        return Path(named or Path(self.kubelet.root_dir, "pods-api/pods-api.sock"))
 
     @property
     def plugin_dir(self) -> Path:

@@ -1,0 +1,315 @@
+"""What the kubelet's pods API says of the pods on this node: phase, QoS class, requests.
+
+Kubelets have that API from 1.37 on, and in 1.36 behind the feature gate PodsAPI. Its watch tells
+when to ask; what is so is in its list:
+
+* a pod is DELETED to the watch when its last container has ended, though its object may stay long,
+* that an object goes is told by nobody, nor that it went by force while its containers still run,
+* the watch has a pod's spec as the kubelet has granted it, the list as the API server has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from rte.kubelet.api import pod_pb2 as core
+from rte.kubelet.api import pods_pb2 as api
+from rte.kubelet.api import pods_pb2_grpc as rpc
+from rte.kubelet.ended import ENDED
+from rte.kubelet.usage import KubeletError, ask, channel
+from rte.kubelet.watch import watch
+from rte.model import PodFacts, PodName
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 5.0
+FORGET_S = 60.0
+"""Facts that could not be followed for so long are none."""
+LOOK_S = 10.0
+"""The list is asked for so often though nothing is told."""
+LOOK_FIRST_S = 0.1
+"""After a pod has ended, its object often goes at once: the list is asked for then, and after
+pauses that double."""
+BETWEEN_S = 0.05
+"""Between two lists: a pod that starts is told of five times."""
+COME_BACK_S = 15.0
+"""So long after its start a kubelet's list may lack pods that it has not heard of yet: up to 1.36
+it answers all the same."""
+COME_BACK_LOOK_S = 1.0
+RETRY_FIRST_S = 0.25
+RETRY_LONGEST_S = 5.0
+RETRY_NOT_SERVED_S = 300.0
+"""A kubelet without the API will not have it before it is another one, with another socket."""
+
+ABSENT = frozenset({grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED})
+
+# What is asked, as KubeletError names it.
+LIST = "pods API ListPods"
+WATCH = "pods API WatchPods"
+
+
+class PodsApi:
+    """Follows this node's pods in a thread; `read` is what is known now."""
+
+    def __init__(
+        self,
+        socket: Path,
+        wake: Callable[[], None],
+        tell: Callable[[str | None], None],
+    ) -> None:
+        """`wake` is called after each change of what `read` says, `tell` with why the pods are not
+        followed, and with None when they are again."""
+        self.problem: str | None = None
+        self.absent = False  # the problem is that the kubelet has no such API
+        self._socket = socket
+        self._wake = wake
+        self._tell = tell
+        self._condition = threading.Condition(threading.RLock())  # of all below
+        self._facts: Mapping[PodName, PodFacts] | None = None
+        self._lost_at: float | None = float("-inf")  # since when the facts are not followed
+        self._stopped = threading.Event()
+        self._made_anew = False  # the socket, since it was last tried
+        self._channel: grpc.Channel | None = None
+        self._thread = threading.Thread(target=self._run, name="pods-api", daemon=True)
+
+    def start(self) -> None:
+        self._files = watch([self._socket], lambda _: self._anew())
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when the threads have ended."""
+        self._files.close()
+        with self._condition:
+            self._stopped.set()
+            self._condition.notify_all()
+            if self._channel is not None:
+                self._channel.close()
+        self._thread.join()
+
+    def read(self) -> tuple[PodFacts, ...] | None:
+        """The pods by name, or None when they are not known or have not been followed lately."""
+        with self._condition:
+            facts, lost_s = self._facts, self.lost_s
+        if facts is None or (lost_s is not None and lost_s > FORGET_S):
+            return None
+        return tuple(facts[name] for name in sorted(facts))
+
+    @property
+    def lost_s(self) -> float | None:
+        """How long the pods have not been followed: infinite before they first were, None now."""
+        with self._condition:
+            return None if self._lost_at is None else time.monotonic() - self._lost_at
+
+    def _anew(self) -> None:
+        with self._condition:
+            self._made_anew = True
+            self._condition.notify_all()
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._stopped.is_set():
+            with self._condition:
+                self._made_anew = False
+            try:
+                self._follow()
+            except KubeletError as error:
+                failures = 1 if self.lost_s is None else failures + 1
+                wait_s = retry_s(error.code, failures)
+                if not self._stopped.is_set():
+                    self._lose(error)
+            except ValueError:
+                if not self._stopped.is_set():
+                    raise
+                return  # `stop` has closed the channel before a call
+            else:
+                return
+            with self._condition:
+                if self._condition.wait_for(
+                    lambda: self._stopped.is_set() or self._made_anew, wait_s
+                ):
+                    failures = 0
+
+    def _follow(self) -> None:
+        """Follows the pods until that fails, which raises KubeletError, or until `stop`."""
+        if not self._socket.exists():
+            raise KubeletError(WATCH, f"there is no {self._socket}", grpc.StatusCode.NOT_FOUND)
+        with channel(self._socket) as opened:
+            with self._condition:
+                self._channel = opened
+            kubelet = rpc.PodsStub(opened)
+            told = Told(kubelet.WatchPods(api.WatchPodsRequest()), self._condition)
+            try:
+                self._await_all(told)
+                self._ask_again_and_again(kubelet, told)
+            finally:
+                told.end()
+
+    def _await_all(self, told: Told) -> None:
+        """Returns when the kubelet is through with what there is: later changes are told."""
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._stopped.is_set() or told.all or told.error is not None, ANSWER_S
+            )
+        if told.error is not None:
+            raise told.error
+        if not told.all:
+            raise KubeletError(WATCH, f"not through with the pods after {ANSWER_S:g} s")
+
+    def _ask_again_and_again(self, kubelet: rpc.PodsStub, told: Told) -> None:
+        began = time.monotonic()
+        settled = False
+        pause_s = LOOK_S
+        while not self._stopped.is_set():
+            asked_at = time.monotonic()
+            told.news = False
+            answer = ask(LIST, kubelet.ListPods, api.ListPodsRequest(), ANSWER_S)
+            known = self._known()
+            facts = parse_pods(answer.pods, known=known)
+            settled = settled or all_back(facts, known) or asked_at - began >= COME_BACK_S
+            if settled:
+                pause_s = min(2 * pause_s, LOOK_S) if not ends(facts, known) else LOOK_FIRST_S
+                self._take(facts)
+            else:
+                pause_s = COME_BACK_LOOK_S
+            with self._condition:
+                self._condition.wait_for(
+                    lambda: self._stopped.is_set() or told.news or told.error is not None, pause_s
+                )
+                over_s = asked_at + BETWEEN_S - time.monotonic()
+                self._condition.wait_for(
+                    lambda: self._stopped.is_set() or told.error is not None, max(over_s, 0)
+                )
+            if told.error is not None:
+                raise told.error
+
+    def _known(self) -> Mapping[PodName, PodFacts]:
+        """What was last followed, unless it is too long ago to say anything."""
+        lost_s = self.lost_s
+        return self._facts or {} if lost_s is None or lost_s < FORGET_S else {}
+
+    def _take(self, facts: Mapping[PodName, PodFacts]) -> None:
+        with self._condition:
+            changed = facts != self._facts
+            self._facts = facts
+            self._lost_at = None
+        if self.problem is not None:
+            self.problem = None
+            self._tell(None)
+        if changed:
+            self._wake()
+
+    def _lose(self, error: KubeletError) -> None:
+        with self._condition:
+            if self._lost_at is None:
+                self._lost_at = time.monotonic()
+        self.absent = error.code in ABSENT
+        if self.problem != str(error):
+            self.problem = str(error)
+            self._tell(self.problem)
+
+
+class Told:
+    """A watch and the thread that reads it. What a pod is it does not tell, only that something
+    has changed."""
+
+    def __init__(self, call: Iterator[api.WatchPodsEvent], condition: threading.Condition) -> None:
+        self.all = False  # what there was when the watch began has been told
+        self.news = False  # something has changed; whoever asks for the list takes it away
+        self.error: KubeletError | None = None  # the watch has ended
+        self._call = call
+        self._condition = condition
+        self._thread = threading.Thread(target=self._read, name="pods-api-watch", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._call.cancel()  # type: ignore[attr-defined]
+        self._thread.join()
+
+    def _read(self) -> None:
+        error = KubeletError(WATCH, "the kubelet has ended it")
+        try:
+            for event in self._call:
+                with self._condition:
+                    self.all = self.all or event.type == api.INITIAL_SYNC_COMPLETE
+                    self.news = True
+                    if self.all:
+                        self._condition.notify_all()
+        except grpc.RpcError as failed:
+            code = failed.code()
+            error = KubeletError(WATCH, f"{code.name}: {failed.details()}", code)
+        with self._condition:
+            self.error = error
+            self._condition.notify_all()
+
+
+def retry_s(code: grpc.StatusCode | None, failures: int) -> float:
+    """How long to wait after the n-th failure in a row, if the socket is not made anew before."""
+    if code in ABSENT:
+        return RETRY_NOT_SERVED_S
+    return float(min(RETRY_FIRST_S * 2.0 ** min(failures - 1, 30), RETRY_LONGEST_S))
+
+
+def all_back(facts: Mapping[PodName, PodFacts], known: Mapping[PodName, PodFacts]) -> bool:
+    """Whether a kubelet's first list can be all: it has the pods that ran before, and ours."""
+    live = {pod.uid for pod in known.values() if pod.phase not in ENDED}
+    return bool(facts) and live <= {pod.uid for pod in facts.values()}
+
+
+def ends(facts: Mapping[PodName, PodFacts], known: Mapping[PodName, PodFacts]) -> bool:
+    """Whether a pod has ended that had not."""
+    ended = {pod.uid for pod in known.values() if pod.phase in ENDED}
+    return any(pod.phase in ENDED and pod.uid not in ended for pod in facts.values())
+
+
+# A serialized Pod, as far as it matters
+
+
+def parse_pods(
+    texts: Iterable[bytes], *, known: Mapping[PodName, PodFacts]
+) -> Mapping[PodName, PodFacts]:
+    """The facts of serialized pods. Raises KubeletError where one is none.
+
+    After its restart a kubelet has no status of a static pod before it has looked at its
+    containers: until then the one that is `known` stands.
+    """
+    found: dict[PodName, PodFacts] = {}
+    for text in texts:
+        try:
+            pod = core.Pod.FromString(text)
+        except DecodeError as error:
+            raise KubeletError(LIST, f"a pod cannot be read: {error}") from error
+        facts = parse_pod(pod)
+        before = known.get(facts.pod)
+        unsaid = facts.phase == "Pending" and not pod.status.HasField("startTime")
+        if before is not None and before.uid == facts.uid and unsaid:
+            facts = replace(facts, phase=before.phase, qos=before.qos)
+        other = found.get(facts.pod)  # one that is being replaced has the same name
+        if other is None or other.phase in ENDED:
+            found[facts.pod] = facts
+    return found
+
+
+def parse_pod(pod: core.Pod) -> PodFacts:
+    """A pod's facts. A static pod's UID is the kubelet's own, its name that of its mirror."""
+    init = pod.spec.initContainers
+    sidecars = [c for c in init if c.restartPolicy == "Always"]
+    return PodFacts(
+        pod=PodName(namespace=pod.metadata.namespace, name=pod.metadata.name),
+        phase=pod.status.phase or "Pending",
+        qos=pod.status.qosClass or "BestEffort",
+        requests={c.name: _requests(c) for c in (*sidecars, *pod.spec.containers)},
+        init_requests={c.name: _requests(c) for c in init if c.restartPolicy != "Always"},
+        uid=pod.metadata.uid,
+    )
+
+
+def _requests(container: core.Container) -> Mapping[str, str]:
+    return {name: quantity.string for name, quantity in container.resources.requests.items()}
