@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rte import __version__
+from rte.commands.carried import with_two_dashes
 from rte.config import ConfigError
 
 
@@ -37,6 +38,9 @@ COMMANDS = {
 }
 
 
+DAEMONS = ("run", "publish", "plugin")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0 done, 1 failed, 2 asked wrongly (usage or configuration)."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -51,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == asked:
             module = importlib.import_module(command.module(name))
             module.add_arguments(sub)
-    parsed = parser.parse_args(given)
+    parsed = parser.parse_args(with_two_dashes(given) if asked in DAEMONS else given)
     try:
         return int(module.main(parsed))
     except ConfigError as error:

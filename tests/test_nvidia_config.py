@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rte.__main__ import main
-from rte.commands.options import PASSED_OVER as FLAGS
+from rte.commands.carried import NVIDIA as FLAGS
 from rte.config import Config, ConfigError, load, options
 from rte.nvidia import PASSED_OVER, TAKEN, translated
 from tests.daemon_process import DaemonProcess

@@ -6,29 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
+from rte.commands.carried import NO_METRICS, add_carried
 from rte.config import Config, load, options, type_name
-
-# Flags of NVIDIA's device plugin that change nothing here; docs/migrate.md says why.
-PASSED_OVER = (
-    "--fail-on-init-error",
-    "--mps-root",
-    "--nvidia-ctk-path",
-    "--nvidia-cdi-hook-path",
-    "--cdi-feature-flags",
-    "--cdi-disable-hooks",
-)
-# Those of resource-topology-exporter; docs/publisher.md says why.
-RTE_PASSED_OVER = (
-    "--patch-mode",
-    "--patch-resync",
-    "--notify-file",
-    "--max-events-per-second",
-    "--podreadiness",
-    "--expose-timing",
-    "--refresh-node-resources",
-    "--exclude-terminal-pods",
-    "--reference-container",
-)
 
 
 def add_options(parser: argparse.ArgumentParser, *, only: tuple[str, ...] = ("",)) -> None:
@@ -46,9 +25,9 @@ def add_options(parser: argparse.ArgumentParser, *, only: tuple[str, ...] = ("",
         help="a second configuration file, which wins, such as that of NVIDIA's device plugin; "
         "also CONFIG_FILE",
     )
-    for flag in (*PASSED_OVER, *RTE_PASSED_OVER):
-        parser.add_argument(flag, nargs="?", dest="passed_over", help=argparse.SUPPRESS)
-    if "nrt.".startswith(only):
+    publishes = "nrt.".startswith(only)
+    add_carried(parser, publishes=publishes)
+    if publishes:
         parser.add_argument(
             "--no-publish",
             dest="nrt.publish",
@@ -76,6 +55,8 @@ def configuration(args: argparse.Namespace) -> Config:
     """The effective configuration; raises ConfigError."""
     given = vars(args)
     flags = {option.key: given[option.key] for option in options() if option.key in given}
+    if NO_METRICS in given:
+        flags["http.port"] = "0"
     return load(
         file=Path(args.config) if args.config else None,
         over=Path(args.config_file) if args.config_file else None,

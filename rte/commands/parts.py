@@ -287,7 +287,7 @@ def pace(config: Config) -> Pace:
     from rte.pacer import Pace  # noqa: PLC0415 - not the plugin alone
 
     return Pace(
-        poll_s=config.kubelet.poll,
+        poll_s=config.kubelet.poll or config.nrt.reread,
         reread_s=config.nrt.reread,
         echo_s=config.nrt.echo,
         stale_s=config.nrt.stale_after,
@@ -306,9 +306,14 @@ def excluded_pods(config: Config, usage: Usage) -> frozenset[PodName]:
         pod.pod
         for pod in usage.pods
         for pattern in config.nrt.pod_exclude
-        if fnmatchcase(pod.pod.namespace, pattern.namespace_pattern)
-        and fnmatchcase(pod.pod.name, pattern.name_pattern)
+        if fits(pod.pod.namespace, pattern.namespace_pattern)
+        and fits(pod.pod.name, pattern.name_pattern)
     )
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a name fits Go's wildcards, which negate a set of characters by ^."""
+    return fnmatchcase(name, pattern.replace("[^", "[!"))
 
 
 def label_keys(config: Config) -> Mapping[Label, str]:

@@ -41,7 +41,8 @@ def load(
 ) -> Config:
     """The configuration of all sources; `flags` maps dotted keys to the texts that were given.
 
-    What the file `over` says wins over `file`; either may be one of NVIDIA's device plugin.
+    What the file `over` says wins over `file`; either may be one of NVIDIA's device plugin or of
+    an exporter.
 
     Raises ConfigError, which names the source (file, variable or flag), the dotted key and what
     was expected.
@@ -92,7 +93,7 @@ def read_file(path: Path, *, may_be_empty: bool) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise ConfigError("", str(path), f"must hold a mapping, not {type(data).__name__}")
-    return ours(data, str(path)) if "version" in data else data
+    return ours(data, str(path))
 
 
 def twice(root: Any, source: str) -> None:
@@ -119,14 +120,19 @@ def twice(root: Any, source: str) -> None:
 
 
 def ours(data: dict[str, Any], source: str) -> dict[str, Any]:
-    """The file of NVIDIA's device plugin in our words."""
+    """A file in our words, also one of NVIDIA's device plugin or of an exporter."""
     import logging  # noqa: PLC0415 - as what follows
 
-    from rte.nvidia import NvidiaError, translated  # noqa: PLC0415 - only who has such a file
+    from rte import exporter, nvidia  # noqa: PLC0415 - only who has a file
 
     try:
-        found = translated(data)
-    except NvidiaError as error:
+        if "version" in data:
+            found: nvidia.Translated | exporter.Translated = nvidia.translated(data)
+        elif exporter.is_theirs(data):
+            found = exporter.translated(data)
+        else:
+            return data
+    except (nvidia.NvidiaError, exporter.ExporterError) as error:
         raise ConfigError(error.key, source, error.problem) from error
     for sentence in found.passed_over:
         logging.getLogger(__name__).warning("%s: %s", source, sentence)
