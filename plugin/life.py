@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import grpc
-
 from plugin import cdi
 from plugin.allocation import Handing, Owner, owners, read_nodes
 from plugin.decisions import JOINED_WITHIN_S, Decisions
@@ -22,20 +20,13 @@ from plugin.devices import Advertised, Advertising, Device, Known, devices, held
 from plugin.held import Container, Held, nic_holders, nic_use
 from plugin.moving import Listed, pairs, settled, twice_held
 from plugin.nccl import write_topology
+from plugin.pod_resources import PodResources
 from plugin.registration import KUBELET_SOCKET, Registration, Signature
 from plugin.service import Resource, Tables
+from plugin.specs import Specs, Wanted, check_start
 from rte.graph.build import Graph, build
 from rte.graph.parts import Sharing
-from rte.kubelet.usage import (
-    ALLOCATABLE,
-    LIST,
-    KubeletError,
-    channel,
-    claimed,
-    read_allocatable,
-    read_usage,
-    target,
-)
+from rte.kubelet.usage import KubeletError, claimed, read_allocatable, read_usage, target
 from rte.kubelet.watch import FileWatch, watch
 from rte.model import DeviceId, Faults, Machine, PciAddress, PodName, Usage
 
@@ -50,15 +41,9 @@ TOLD_POLLS = 1.5  # of these times, before PodResources is asked though somebody
 ADMITTED_WITHIN_S = 5.0
 # PodResources has 100 calls a second for all clients; changes that come together are one call.
 USAGE_PAUSE_S = 0.05
-KUBELET_CALL_S = 5.0
 # How long a list may be on its way to the kubelet, and when nobody can be asked has been read.
 SENT_S, READ_S = 0.1, 1.0
 BEFORE_S = 1.0  # of each question to PodResources that a Register waits for
-UNKNOWN = {
-    LIST: "what is in use",
-    ALLOCATABLE: "what the kubelet has of the devices here",
-}
-"""What a call that fails leaves unknown."""
 # While all is well, and while a resource is not (yet) what the kubelet should see.
 CHECK_WELL_S, CHECK_ILL_S = 10.0, 1.0
 
@@ -92,6 +77,14 @@ class Options:
     dev: Path = Path("/dev")
     proc: Path = Path("/proc")
 
+    @property
+    def cdi(self) -> Wanted:
+        return Wanted(
+            handing=self.handing,
+            directories=self.cdi_directories,
+            nodes_only=self.cdi_nodes_only,
+        )
+
 
 class DevicePlugin:
     """Every resource of the machine, each with a server of its own.
@@ -108,7 +101,6 @@ class DevicePlugin:
         self.decisions = Decisions()
         self.held = Held()
         self.double_uses = 0  # devices that a list showed with several pods
-        self.usage_faults = 0  # PodResources calls that failed
         self._on_allocate = on_allocate or (lambda: None)
         self._lock = threading.RLock()  # of everything that update() makes
         self._machine: Machine | None = None
@@ -116,9 +108,8 @@ class DevicePlugin:
         self._graph: Graph | None = None
         self._known: Mapping[PciAddress, Known] = {}
         self._withheld: Mapping[str, str] = {}
-        self._cdi_stamps: cdi.Stamps | None = None
-        self._cdi_known = cdi.Listed({}, ())
         self._said: set[str] = set()
+        self._specs = Specs(self._say_once)
         self._started = False
         self._stopping = threading.Event()
         self._wake = threading.Event()
@@ -134,9 +125,8 @@ class DevicePlugin:
         self._leaving: dict[Listed, float] = {}  # taken out of a list, and when (monotonic seconds)
         self._former: Mapping[DeviceId, Owner] = {}  # owners, with those of what is leaving
         self._strays: frozenset[Listed] = frozenset()  # held, and not to be listed any more
-        self._kubelet: grpc.Channel | None = None
+        self._kubelet: PodResources | None = None
         self._twice: Mapping[DeviceId, tuple[PodName, ...]] = {}
-        self._unanswered: dict[str, grpc.StatusCode | None] = {}
         self._usage_at = self._check_at = 0.0  # when each is due, monotonic seconds
         self._settled = False
         self._lost: dict[str, Lost] = {}
@@ -155,22 +145,16 @@ class DevicePlugin:
         is too long.
         """
         options = self.options
-        self._check_cdi(options)
+        check_start(options.cdi)
         target((options.registry_dir or options.plugin_dir) / KUBELET_SOCKET)
         if options.pod_resources is not None:
-            self._kubelet = channel(options.pod_resources)
+            self._kubelet = PodResources(options.pod_resources)
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         with self._lock:
             self._started = True
             for registration in self.registrations.values():
                 self._register(registration)
         self._thread.start()
-
-    def _check_cdi(self, options: Options) -> None:
-        if options.handing.has_cdi:
-            listed = cdi.read_listed(options.cdi_directories)
-            own = cdi.wants_own(options.handing, nodes_only=options.cdi_nodes_only, listed=listed)
-            cdi.check_start(options.handing, listed, options.cdi_directories, own=own)
 
     def stop(self) -> None:
         """Returns when all servers have ended and their sockets are gone."""
@@ -234,9 +218,9 @@ class DevicePlugin:
                 lost = {p: here[p] for p in here if p in self._wanted and p not in wanted}
                 if lost:
                     return lost
-            self._check_cdi(options)
+            check_start(options.cdi)
             self.options = options
-            self._cdi_stamps = None
+            self._specs = Specs(self._say_once)
             self._publish_again()
         log.info("the changed configuration is in force")
         return {}
@@ -398,8 +382,8 @@ class DevicePlugin:
         try:
             if not self._usage_seen:
                 asked = time.monotonic()
-                self.observe(read_usage(self._kubelet, BEFORE_S), asked=asked)
-            found = read_allocatable(self._kubelet, BEFORE_S)
+                self.observe(read_usage(self._kubelet.channel, BEFORE_S), asked=asked)
+            found = read_allocatable(self._kubelet.channel, BEFORE_S)
         except KubeletError:
             return False  # one that starts cannot say yet
         return any(device.resource == name for device in found.devices)
@@ -449,7 +433,9 @@ class DevicePlugin:
         names: Mapping[DeviceId, str] = {}
         extra: tuple[str, ...] = ()
         if options.handing.has_cdi:
-            names, extra = self._cdi(lists, who)
+            ids = dict.fromkeys(device.holds for found in lists.values() for device in found)
+            names = self._specs.names(ids, options.cdi, owners=who, nodes=nodes)
+            extra = cdi.extra_names(options.handing, self._specs.listed(options.cdi))
         if self._write_topology():
             nodes = replace(nodes, nccl_topology=True)
         gone: dict[str, tuple[Device, ...]] = dict.fromkeys(self.resources, ())
@@ -470,54 +456,11 @@ class DevicePlugin:
             for name, listed in {**gone, **lists}.items()
         }
 
-    def _cdi(
-        self, lists: Mapping[str, tuple[Device, ...]], who: Mapping[DeviceId, Owner]
-    ) -> tuple[Mapping[DeviceId, str], tuple[str, ...]]:
-        options = self.options
-        listed = self._cdi_listed()
-        own = self._wants_own_spec()
-        ids = dict.fromkeys(d.holds for found in lists.values() for d in found)
-        ours: frozenset[str] = frozenset()
-        if own:
-            nodes = read_nodes(dev=options.dev, proc=options.proc)
-            spec = cdi.nodes_spec(ids, owners=who, handing=options.handing, nodes=nodes)
-            ours = frozenset(device["name"] for device in spec["devices"])
-            try:
-                cdi.write_spec(spec, options.cdi_directories[-1])
-            except cdi.CdiError as error:
-                self._say_once(str(error))
-        names = cdi.names(ids, owners=who, handing=options.handing, listed=listed, own=ours)
-        for id in ids:
-            if id not in names:
-                self._say_once(
-                    f"no CDI specification lists {id}, pods that are given it will fail: "
-                    f"`{cdi.MAKE_GPUS}`"
-                )
-        return names, cdi.extra_names(options.handing, listed)
-
     def _remove_spec(self) -> None:
         """Our specification goes when it is not wanted (any more) and no pod has what it names:
         a container that starts again is given the names that it was given first."""
         if self._usage_seen and not self._in_use():
-            path = cdi.remove_spec(self.options.cdi_directories[-1])
-            if path is not None:
-                log.info("%s is removed: no pod needs it", path)
-
-    def _wants_own_spec(self) -> bool:
-        options = self.options
-        return options.handing.has_cdi and cdi.wants_own(
-            options.handing, nodes_only=options.cdi_nodes_only, listed=self._cdi_listed()
-        )
-
-    def _cdi_listed(self) -> cdi.Listed:
-        """What the specifications list, read again only when one has changed."""
-        stamps = cdi.stamps(self.options.cdi_directories)
-        if stamps != self._cdi_stamps:
-            self._cdi_stamps = stamps
-            self._cdi_known = cdi.read_listed(self.options.cdi_directories)
-            for sentence in self._cdi_known.unreadable:
-                self._say_once(sentence)
-        return self._cdi_known
+            self._specs.remove_own(self.options.cdi)
 
     def _write_topology(self) -> bool:
         """Whether NCCL's topology file is there, made from the graph as it is now."""
@@ -572,13 +515,13 @@ class DevicePlugin:
         if files is not None:
             files.close()
 
-    def _look(self, kubelet: grpc.Channel | None) -> None:
+    def _look(self, kubelet: PodResources | None) -> None:
         """Whatever is due: ask what is in use, log, see whether the kubelet has our devices."""
         now = time.monotonic()
         if kubelet is not None and (self._usage_due.is_set() or now >= self._usage_at):
             self._usage_due.clear()
             self._read_usage(kubelet)
-            if not self._wants_own_spec():
+            if not self._specs.wants_own(self.options.cdi):
                 self._remove_spec()
             self._usage_at = now + (USAGE_SOON_S if self._waits_for_list else USAGE_POLL_S)
         self._log_decisions(wait_s=self._join_s)
@@ -593,9 +536,8 @@ class DevicePlugin:
             if well and not self._settled:
                 settle_memory()
                 self._settled = True
-            directories = self.options.cdi_directories
-            if self.options.handing.has_cdi and cdi.stamps(directories) != self._cdi_stamps:
-                self._publish_again()  # the toolkit writes its files when it likes
+            if self._specs.changed(self.options.cdi):
+                self._publish_again()
 
     @property
     def _waits_for_list(self) -> bool:
@@ -616,7 +558,7 @@ class DevicePlugin:
         self._check_at = min(self._check_at, time.monotonic() + SENT_S)
         self._wake.set()
 
-    def _let_go(self, kubelet: grpc.Channel | None) -> None:
+    def _let_go(self, kubelet: PodResources | None) -> None:
         """What has left a list is over once the kubelet neither offers it nor has given it away."""
         asked = time.monotonic()
         offered = self._allocatable(kubelet)
@@ -641,29 +583,13 @@ class DevicePlugin:
         for decision in self.decisions.unlogged(wait_s=wait_s):
             log.info("%s", decision)
 
-    def _read_usage(self, kubelet: grpc.Channel) -> None:
+    def _read_usage(self, kubelet: PodResources) -> None:
         asked = time.monotonic()
-        try:
-            usage = read_usage(kubelet, KUBELET_CALL_S)
-        except KubeletError as error:
-            self._usage_failed(error)
-        else:
-            self._usage_answered(LIST)
+        usage = kubelet.usage()
+        if usage is not None:
             self.observe(usage, asked=asked)
 
-    def _usage_failed(self, error: KubeletError) -> None:
-        self.usage_faults += 1
-        said = error.asked in self._unanswered and self._unanswered[error.asked] is error.code
-        if not said:
-            self._unanswered[error.asked] = error.code
-            log.warning("%s is not known for now: %s", UNKNOWN[error.asked], error)
-
-    def _usage_answered(self, asked: str) -> None:
-        if asked in self._unanswered:
-            del self._unanswered[asked]
-            log.info("%s is known again", UNKNOWN[asked])
-
-    def _check(self, kubelet: grpc.Channel | None) -> bool:
+    def _check(self, kubelet: PodResources | None) -> bool:
         """Whether the kubelet has what it was told; a plugin it has lost registers once more."""
         registrations = {n: r for n, r in self.registrations.items() if r.registered_at}
         if len(registrations) < len(self.registrations):
@@ -696,17 +622,12 @@ class DevicePlugin:
         return well
 
     def _allocatable(
-        self, kubelet: grpc.Channel | None
+        self, kubelet: PodResources | None
     ) -> Mapping[str, frozenset[DeviceId]] | None:
         """Healthy ids by resource as the kubelet has them; None when it does not say."""
-        if kubelet is None:
+        found = None if kubelet is None else kubelet.allocatable()
+        if found is None:
             return None
-        try:
-            found = read_allocatable(kubelet, KUBELET_CALL_S)
-        except KubeletError as error:
-            self._usage_failed(error)
-            return None
-        self._usage_answered(ALLOCATABLE)
         ids: dict[str, set[DeviceId]] = {}
         for device in found.devices:
             ids.setdefault(device.resource, set()).add(device.id)

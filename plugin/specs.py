@@ -1,0 +1,94 @@
+"""The CDI specifications of this node as they are at the moment, and ours among them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from plugin import cdi
+from plugin.allocation import Handing, Nodes, Owner
+from rte.model import DeviceId
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the configuration wants of CDI."""
+
+    handing: Handing
+    directories: tuple[Path, ...]  # the last is where ours is written
+    nodes_only: bool
+
+
+class Specs:
+    """Reads again what has changed; ours is made and removed here."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """`say` tells people a sentence, once."""
+        self._say = say
+        self._stamps: cdi.Stamps | None = None
+        self._listed = cdi.Listed({}, ())
+
+    def listed(self, wanted: Wanted) -> cdi.Listed:
+        """What the specifications list, read only when one has changed."""
+        stamps = cdi.stamps(wanted.directories)
+        if stamps != self._stamps:
+            self._stamps = stamps
+            self._listed = cdi.read_listed(wanted.directories)
+            for sentence in self._listed.unreadable:
+                self._say(sentence)
+        return self._listed
+
+    def changed(self, wanted: Wanted) -> bool:
+        """Whether a file has changed since they were read: the toolkit writes when it likes."""
+        return wanted.handing.has_cdi and cdi.stamps(wanted.directories) != self._stamps
+
+    def wants_own(self, wanted: Wanted) -> bool:
+        """Whether a specification of ours is to be there."""
+        return wanted.handing.has_cdi and cdi.wants_own(
+            wanted.handing, nodes_only=wanted.nodes_only, listed=self.listed(wanted)
+        )
+
+    def names(
+        self,
+        ids: Collection[DeviceId],
+        wanted: Wanted,
+        *,
+        owners: Mapping[DeviceId, Owner],
+        nodes: Nodes,
+    ) -> Mapping[DeviceId, str]:
+        """A qualified name for each id that has one; writes our specification where wanted."""
+        listed = self.listed(wanted)
+        own: frozenset[str] = frozenset()
+        if self.wants_own(wanted):
+            spec = cdi.nodes_spec(ids, owners=owners, handing=wanted.handing, nodes=nodes)
+            own = frozenset(device["name"] for device in spec["devices"])
+            try:
+                cdi.write_spec(spec, wanted.directories[-1])
+            except cdi.CdiError as error:
+                self._say(str(error))
+        found = cdi.names(ids, owners=owners, handing=wanted.handing, listed=listed, own=own)
+        for id in ids:
+            if id not in found:
+                self._say(
+                    f"no CDI specification lists {id}, pods that are given it will fail: "
+                    f"`{cdi.MAKE_GPUS}`"
+                )
+        return found
+
+    def remove_own(self, wanted: Wanted) -> None:
+        """Removes ours; others' are left alone."""
+        path = cdi.remove_spec(wanted.directories[-1])
+        if path is not None:
+            log.info("%s is removed: no pod needs it", path)
+
+
+def check_start(wanted: Wanted) -> None:
+    """Raises CdiError when CDI is asked for and cannot work."""
+    if wanted.handing.has_cdi:
+        listed = cdi.read_listed(wanted.directories)
+        own = cdi.wants_own(wanted.handing, nodes_only=wanted.nodes_only, listed=listed)
+        cdi.check_start(wanted.handing, listed, wanted.directories, own=own)
