@@ -1,5 +1,6 @@
 """A real kubelet with plugins, what our program publishes of it, and what a recount says."""
 
+import json
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,18 @@ from tests.recount import Zones, published, recount_all
 from tests.simple_plugin import SimplePlugin
 
 Devices = Mapping[str, tuple[int, ...] | None]
+
+
+def differences(ours: Zones, right: Zones) -> str:
+    """A line a figure."""
+    if ours.keys() != right.keys():
+        return f"{[*ours]} published, {[*right]} counted"
+    return "\n".join(
+        f"{zone} {name}: {ours[zone].get(name)} published, {right[zone].get(name)} counted"
+        for zone in ours
+        for name in sorted({*ours[zone], *right[zone]})
+        if ours[zone].get(name) != right[zone].get(name)
+    )
 
 
 class Node:
@@ -45,9 +58,22 @@ class Node:
 
     def sicken(self, resource: str, *ids: str) -> None:
         """These are unhealthy, and the others are not."""
+        self.plugins[resource].set_unhealthy(*ids)
+        self.wait_devices(resource)
+
+    def wait_devices(self, resource: str) -> None:
+        """Return when the kubelet has the plugin's last list."""
         plugin = self.plugins[resource]
-        plugin.set_unhealthy(*ids)
-        self.kubelet.wait_devices(resource, len(plugin.devices) - len(ids))
+        healthy = {id for id in plugin.devices if id not in plugin.unhealthy}
+        self.kubelet.wait_devices(resource, len(healthy))
+        end = time.monotonic() + 10
+        while healthy != self.known_healthy(resource):
+            assert time.monotonic() < end, (resource, healthy)
+            time.sleep(0.002)
+
+    def known_healthy(self, resource: str) -> set[str]:
+        path = self.kubelet.plugin_dir / "kubelet_internal_checkpoint"
+        return set(json.loads(path.read_text())["Data"]["RegisteredDevices"].get(resource) or ())
 
     def admit(self, body: Mapping[str, Any]) -> Admission:
         admission = self.kubelet.admit(body)
@@ -131,8 +157,8 @@ class Node:
     def check(self, totals: Mapping[str, int] | None = None) -> Zones:
         """Compares all figures; what is published."""
         end = time.monotonic() + 3  # a list of devices is news to the kubelet for a moment
-        while (now := self.published()) != self.recount(totals):
-            assert time.monotonic() < end or now == self.recount(totals)
+        while (now := self.published()) != (right := self.recount(totals)):
+            assert time.monotonic() < end, differences(now, right)
             time.sleep(0.01)
         return now
 
