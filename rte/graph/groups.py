@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import combinations, count
 
 from rte.graph.build import Graph, Positions, mask, product
-from rte.graph.preference import bits
+from rte.graph.preference import bits, reached
 from rte.model import FabricState, Gpu, PciAddress, pci_address, pci_order
 
 
@@ -126,13 +126,7 @@ def configured(graph: Graph, names: Mapping[str, Sequence[str]]) -> dict[str, li
 def components(graph: Graph, within: Positions) -> Iterator[Positions]:
     """Sets of two or more GPUs that reach each other, by smallest position."""
     while within:
-        members = within & -within
-        edge = members
-        while edge:
-            low = edge & -edge
-            new = graph.adjacent[low.bit_length() - 1] & within & ~members
-            members |= new
-            edge = edge ^ low | new
+        members = reached(graph, within & -within, within)
         within &= ~members
         if members & members - 1:
             yield members

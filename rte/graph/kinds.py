@@ -18,6 +18,7 @@ from rte.graph.preference import (
     is_alike,
     linked,
     near_nics,
+    reached,
 )
 from rte.graph.ranks import Ranks, has_nvlink
 
@@ -189,12 +190,7 @@ def reaches(question: Question, *, alike: bool) -> bool:
     while left:
         first = (left & -left).bit_length() - 1
         within = question.available & (graph.alike[first] if alike else -1)
-        seen = edge = 1 << first
-        while edge:
-            low = edge & -edge
-            new = graph.adjacent[low.bit_length() - 1] & within & ~seen
-            seen |= new
-            edge = edge ^ low | new
+        seen = reached(graph, 1 << first, within)
         if seen.bit_count() >= question.size and not question.required & ~seen:
             return True
         left &= ~seen

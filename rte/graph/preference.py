@@ -99,13 +99,18 @@ def pair_fields(graph: Graph, members: Positions) -> PairFields:
 
 
 def linked(graph: Graph, members: Positions) -> bool:
-    seen = edge = members & -members
+    return reached(graph, members & -members, members) == members
+
+
+def reached(graph: Graph, start: Positions, within: Positions) -> Positions:
+    """The GPUs that `start` reaches over NVLink by way of GPUs that are `within`, with itself."""
+    seen = edge = start
     while edge:
         low = edge & -edge
-        new = graph.adjacent[low.bit_length() - 1] & members & ~seen
+        new = graph.adjacent[low.bit_length() - 1] & within & ~seen
         seen |= new
         edge = edge ^ low | new
-    return seen == members
+    return seen
 
 
 def near_nics(question: Question, members: Positions) -> tuple[int, int]:

@@ -38,7 +38,7 @@ MAX_FUNCTIONS = 2048
 MAX_GPUS = 128
 MAX_LANES = 36  # NVML's NVML_NVLINK_MAX_LINKS
 NETDEV = re.compile(r"(eth|en|ib|bond|veth|docker|vlan|br|lo|wl|usb)[a-z0-9.\-]*")
-NVSWITCH, NPU = 0x068000, 0x068001
+NPU = 0x068001  # a CPU's NVLink unit, of POWER
 
 
 @dataclass(slots=True)

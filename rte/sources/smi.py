@@ -50,7 +50,7 @@ def machine(matrix: Matrix) -> Machine:
     levels = {
         pair: LEVELS[word] for pair, word in matrix.cells.items() if not word.startswith("NV")
     }
-    numa, inferred = with_neighbours(matrix.numa, names, levels)
+    numa, inferred = with_neighbours(matrix.numa, levels)
     bearing = {node: NumaNode(id=node, cpus=(), cpus_known=False) for node in numa.values()}
     own = {
         node: NumaNode(id=node, cpus=(), gpu=address[gpu])
@@ -96,7 +96,7 @@ Levels = Mapping[tuple[str, str], Level]
 
 
 def with_neighbours(
-    stated: Mapping[str, NumaId], names: Sequence[str], levels: Levels
+    stated: Mapping[str, NumaId], levels: Levels
 ) -> tuple[dict[str, NumaId], frozenset[str]]:
     """NUMA nodes with those that a neighbour tells, and who has it from there.
 
