@@ -183,6 +183,17 @@ def test_a_kubelet_without_our_devices_is_named(node: DaemonProcess) -> None:
     assert GPUS.partition("/")[0] in doctor(node)[1]["registration"][0]["what"]
 
 
+def test_a_node_without_gpus_misses_none(tmp_path: Path) -> None:
+    """The publisher alone runs on nodes of any kind."""
+    with DaemonProcess(tmp_path, role="publish") as node:
+        for device in (node.sys / "bus/pci/devices").iterdir():
+            if (device / "vendor").read_text().strip() == "0x10de":
+                device.unlink()
+        node.pods.offered = ()
+        node.write_config()
+        assert "registration" not in doctor(node)[1]
+
+
 def test_a_damaged_configuration_that_the_daemon_does_not_follow_is_named(
     node: DaemonProcess,
 ) -> None:
@@ -235,7 +246,7 @@ def both(node: DaemonProcess, apiserver: ApiServer) -> Iterator[DaemonProcess]:
     file = apiserver.write_kubeconfig(node.folder / "kubeconfig", token=apiserver.token)
     node.config["api"] = {"kubeconfig": str(file)}
     node.config["kubelet"]["poll"] = 0.3
-    node.config["nrt"] = {"reread": 0.5}
+    node.config["nrt"] = {"reread": 1}
     node.config["http"] = {"address": "127.0.0.1", "port": free_port()}
     apiserver.create_node(node.config["nodeName"])
     yield node

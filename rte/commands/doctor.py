@@ -101,7 +101,8 @@ def findings(config: Config) -> Iterator[Finding]:
         )
         yield from hardware_findings(host, state, config)
         yield from iommu_findings(Path(config.host.sysfs))
-    yield from kubelet_findings(config)
+    gpus = host is None or any(device.is_gpu for device in host.pci)
+    yield from kubelet_findings(config, gpus=gpus)
     yield from watch_findings(config)
     yield from choice_findings(config, state)
     yield from api_findings(config)
@@ -273,7 +274,8 @@ def iommu_findings(sys: Path) -> Iterator[Finding]:
 # The kubelet
 
 
-def kubelet_findings(config: Config) -> Iterator[Finding]:
+def kubelet_findings(config: Config, *, gpus: bool) -> Iterator[Finding]:
+    """`gpus`: whether the node has any, so that the kubelet should have them too."""
     root = Path(config.kubelet.root_dir)
     try:
         if next((root / "pki").iterdir(), None) is not None:
@@ -288,7 +290,7 @@ def kubelet_findings(config: Config) -> Iterator[Finding]:
         if problem:
             yield wrong(subject, f"{path}: {problem}", "is the kubelet running, and mounted here?")
     if connect(config.pod_resources_socket) is None:
-        yield from registration_findings(config)
+        yield from registration_findings(config, gpus=gpus)
     try:
         found = parts.kubelet_configuration(config, None, parts.node_name(config))
         yield from policy_findings(found.read())
@@ -307,7 +309,7 @@ def connect(path: Path) -> str | None:
     return None
 
 
-def registration_findings(config: Config) -> Iterator[Finding]:
+def registration_findings(config: Config, *, gpus: bool) -> Iterator[Finding]:
     with channel(config.pod_resources_socket) as kubelet:
         try:
             listed = read_allocatable(kubelet, CALL_S)
@@ -317,7 +319,7 @@ def registration_findings(config: Config) -> Iterator[Finding]:
             )
             return
     domain = config.devices.resource.partition("/")[0]
-    if not any(device.resource.startswith(f"{domain}/") for device in listed.devices):
+    if gpus and not any(device.resource.startswith(f"{domain}/") for device in listed.devices):
         yield wrong(
             "registration",
             f"the kubelet has no healthy device of {domain}",
