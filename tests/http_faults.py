@@ -48,6 +48,7 @@ class FaultyProxy:
         self.then: dict[str, list[Fault]] = {}
         """Faults of the next requests of a method."""
         self.seen: list[tuple[str, str, int]] = []  # method, path without query, bytes of body
+        self.heads: list[int] = []  # bytes of each request's head but for its token
         self.connections: set[socket.socket] = set()
         self.hang_ends = threading.Event()
         kind = QuietServer6 if ":" in host else QuietServer
@@ -95,6 +96,8 @@ class FaultyProxy:
                 content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 proxy.seen.append((self.command, urlsplit(self.path).path, len(content)))
                 proxy.asked.add((self.command, self.path))
+                token = len(self.headers["Authorization"] or "")
+                proxy.heads.append(len(self.raw_requestline + self.headers.as_bytes()) - token)
                 if "watch=true" in self.path:
                     self.pass_watch_on()
                     return

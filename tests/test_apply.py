@@ -139,6 +139,18 @@ def test_changed_figures_are_a_patch_of_a_fraction_of_the_object(
     assert real.get(PATH + node)["zones"] == nrt(node, available=2)["zones"]
 
 
+def test_the_head_of_a_request_is_a_third_of_a_kib(
+    real: RealApiServer, faulty: ApiServer, proxy: FaultyProxy
+) -> None:
+    """Beside the token, which is a KiB by itself."""
+    name = "gpu-h100-0017.eu-central.example.com"
+    real.create_node(name)
+    sink = ApiSink(faulty, node=name, takeover_after_s=180)
+    sink.publish(nrt(name), 0)
+    assert sink.publish(nrt(name, available=2), 1).wrote is Wrote.PATCHED
+    assert max(proxy.heads) <= 360
+
+
 def test_a_changed_shape_is_an_apply(real: RealApiServer, sink: ApiSink, node: str) -> None:
     sink.publish(nrt(node), 0)
     sink.publish(nrt(node, available=3), 1)  # a patch in between owns the lists as an update

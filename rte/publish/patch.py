@@ -6,7 +6,7 @@ safe only in a patch that is guarded by the resource version which the indexes w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rte.model import thousandths
@@ -49,7 +49,7 @@ def is_stale(body: Mapping[str, Any]) -> bool:
 def changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """JSON Patch operations from the stored object to the wanted one, for a guarded patch.
 
-    None when the shape differs (zones, names, costs, parents, owner), which only an apply can
+    None when the shape differs (zones, resources, costs, parents, owner), which only an apply can
     change; empty when nothing does. The counter rteEcho stays as it is stored.
     """
     echo = [item for item in stored.get("attributes", ()) if item["name"] == ECHO]
@@ -57,42 +57,70 @@ def changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[dict[s
         wanted = {**wanted, "attributes": [*wanted.get("attributes", ()), *echo]}
     if shape(stored) != shape(wanted):
         return None
-    before, after = figures(stored), figures(wanted)
-    return [
-        {"op": "replace", "path": path, "value": value}
-        for path, value in after.items()
-        if before[path] != value
-    ]
-
-
-def shape(body: Mapping[str, Any]) -> tuple[Any, ...]:
-    """All but figures and values of attributes."""
-    names = [item["name"] for item in body.get("attributes", ())]
-    zones = [
-        {
-            **zone,
-            "resources": [resource["name"] for resource in zone.get("resources", ())],
-            "attributes": [item["name"] for item in zone.get("attributes", ())],
-        }
-        for zone in body.get("zones", ())
-    ]
-    return (names, zones, *rest(body))
-
-
-def figures(body: Mapping[str, Any]) -> dict[str, str]:
-    """JSON pointer → value, of all that may change without a change of shape."""
-    found = dict(attribute_values("", body))
-    for number, zone in enumerate(body.get("zones", ())):
-        found.update(attribute_values(f"/zones/{number}", zone))
-        for index, resource in enumerate(zone.get("resources", ())):
-            for field in ("capacity", "allocatable", "available"):
-                found[f"/zones/{number}/resources/{index}/{field}"] = resource[field]
+    found = attribute_changes("", stored, wanted)
+    zones = zip(stored.get("zones", ()), wanted.get("zones", ()), strict=True)
+    for number, (before, after) in enumerate(zones):
+        at = f"/zones/{number}"
+        found += attribute_changes(at, before, after)
+        found += figure_changes(at, before, after)
     return found
 
 
-def attribute_values(at: str, holder: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    for index, item in enumerate(holder.get("attributes", ())):
-        yield f"{at}/attributes/{index}/value", item["value"]
+def shape(body: Mapping[str, Any]) -> tuple[Any, ...]:
+    """All but figures and attributes."""
+    zones = [
+        {
+            **{key: value for key, value in zone.items() if key != "attributes"},
+            "resources": [resource["name"] for resource in zone.get("resources", ())],
+        }
+        for zone in body.get("zones", ())
+    ]
+    return (zones, *rest(body))
+
+
+def figure_changes(
+    at: str, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Of a zone whose resources are the same."""
+    pairs = zip(before.get("resources", ()), after.get("resources", ()), strict=True)
+    return [
+        {"op": "replace", "path": f"{at}/resources/{index}/{field}", "value": new[field]}
+        for index, (old, new) in enumerate(pairs)
+        for field in ("capacity", "allocatable", "available")
+        if old[field] != new[field]
+    ]
+
+
+def attribute_changes(
+    at: str, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Operations that hold one after the other: what goes, from the end; what comes; new values."""
+    path = f"{at}/attributes"
+    old, new = list(before.get("attributes", ())), list(after.get("attributes", ()))
+    if not old or not new:
+        if old or new:
+            return [{"op": "add", "path": path, "value": new} if new else remove(path)]
+        return []
+    found = []
+    names = [item["name"] for item in new]
+    for index in reversed(range(len(old))):
+        if old[index]["name"] not in names:
+            found.append(remove(f"{path}/{index}"))
+            del old[index]
+    for index, item in enumerate(new):
+        if index == len(old) or old[index]["name"] != item["name"]:
+            found.append({"op": "add", "path": f"{path}/{index}", "value": item})
+            old.insert(index, item)
+        elif old[index]["value"] != item["value"]:
+            value = item["value"]
+            found.append({"op": "replace", "path": f"{path}/{index}/value", "value": value})
+    if len(old) > len(new):  # in another order
+        return [{"op": "replace", "path": path, "value": new}]
+    return found
+
+
+def remove(path: str) -> dict[str, Any]:
+    return {"op": "remove", "path": path}
 
 
 def may_wake(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> bool:
