@@ -634,6 +634,101 @@ def test_a_bug_does_not_end_the_loop(node: Node) -> None:
     node.until(lambda: not node.agent.problems.current())
 
 
+class Flaky:
+    """Hardware whose first looks are a bug."""
+
+    def __init__(self, latest: object, bugs: int) -> None:
+        self.bugs = bugs
+        self._latest = latest
+
+    @property
+    def latest(self) -> object:
+        if self.bugs:
+            self.bugs -= 1
+            raise ZeroDivisionError
+        return self._latest
+
+
+def test_a_bug_that_does_not_come_again_is_no_problem_any_more(node: Node) -> None:
+    """Also when there is nothing to publish afterwards."""
+    node.agent.start()
+    node.until(lambda: node.published() == "")
+    flaky = Flaky(node.hardware.latest, bugs=1)
+    node.agent._hardware = flaky  # type: ignore[assignment]
+    node.agent.wake(Reason.HARDWARE)
+    node.until(lambda: node.agent.counts.failures["agent", "ZeroDivisionError"] == 1)
+    node.until(lambda: not node.agent.not_ready())
+    assert node.writes() == 1
+
+
+def test_a_reason_that_comes_during_a_look_is_answered_by_another(node: Node) -> None:
+    """Such as the restart of a kubelet, which makes doubtful what that look has read."""
+
+    def composed(observation: Observation) -> list[dict[str, Any]]:
+        if not node.agent.counts.looks["kubelet-restart"]:
+            node.agent.wake(Reason.KUBELET_RESTART)
+        return compose(observation)
+
+    node.composed = composed
+    node.policies = [policy_of("none"), policy_of("restricted")]
+    node.agent.start()
+    node.until(lambda: node.agent.counts.looks["kubelet-restart"] == 1)
+    node.until(lambda: len(node.policies) == 1)  # read again
+
+
+# What no file tells
+
+
+def offers(node: Node) -> set[str]:
+    observation = node.agent.observation
+    return {use.id for use in observation.allocatable.devices} if observation else set()
+
+
+def test_the_end_of_a_plugin_that_no_file_tells_is_seen_at_a_glance(make_node: MakeNode) -> None:
+    node = make_node(replace(QUICK, glance_s=0.05, doubts_s=(0.01,)))
+    node.pods.start()
+    node.agent.start()
+    node.until(lambda: node.published() == "")
+    looked = node.pods.lists
+    time.sleep(0.3)
+    assert node.pods.lists == looked  # glances are no looks
+    node.pods.offered = ["GPU-1", "GPU-2"]
+    node.until(lambda: offers(node) == {"GPU-1", "GPU-2"})
+    node.pods.offered = ()
+    node.until(lambda: offers(node) == set())
+    assert node.agent.counts.looks["allocatable"] >= 2
+
+
+@pytest.mark.parametrize("folder", ["device-plugins", "plugins_registry"])
+def test_a_plugins_socket_that_comes_or_goes_is_worth_glances(
+    make_node: MakeNode, folder: str
+) -> None:
+    node = make_node(replace(QUICK, glance_s=30, doubts_s=(0.01,)))
+    path = node.root / folder / "nic.sock"
+    path.parent.mkdir(exist_ok=True)
+    node.pods.start()
+    node.agent.start()
+    node.until(lambda: node.published() == "")
+    for socket_is, offered in ((True, ["GPU-1"]), (False, ["GPU-1", "GPU-2"])):
+        if socket_is:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(path))
+        else:
+            path.unlink()
+        time.sleep(0.1)  # the kubelet notices later
+        node.pods.offered = offered
+        node.until(lambda offered=offered: offers(node) == set(offered))  # type: ignore[misc]
+
+
+def test_a_glance_that_fails_is_the_kubelets_problem(make_node: MakeNode) -> None:
+    node = make_node(replace(QUICK, glance_s=0.05))
+    node.pods.start()
+    node.agent.start()
+    node.until(lambda: node.published() == "")
+    node.pods.server.stop(0).wait()  # type: ignore[union-attr]
+    node.until(lambda: "kubelet" in node.agent.not_ready())
+
+
 def test_nothing_is_published_before_the_hardware_is_known(node: Node) -> None:
     known, node.hardware.latest = node.hardware.latest, None
     node.agent.start()
@@ -772,12 +867,38 @@ def test_each_re_reading_is_one_request(make_node: MakeNode, apiserver: RealApiS
         node.agent._sources = sources._replace(node_allocatable=allocatable)
         node.pods.start()
         node.agent.start()
-        node.until(lambda: node.agent._rereads > 0)
+        node.until(lambda: node.agent._rereads > 0 and node.writes() == 1)
         before = len(proxy.seen), node.agent._rereads
         node.until(lambda: node.agent._rereads >= before[1] + 30)
         node.agent.stop()
         assert len(proxy.seen) - before[0] <= node.agent._rereads - before[1] + 1
         assert {method for method, _, _ in proxy.seen[before[0] :]} == {"GET"}
+        api.close()
+
+
+def test_an_api_server_that_is_away_at_a_re_reading_is_a_problem_until_it_is_back(
+    make_node: MakeNode, apiserver: RealApiServer
+) -> None:
+    """Though nothing is to be written, and looks find that nothing has changed."""
+    apiserver.apply_files(CRD)
+    with FaultyProxy(apiserver) as proxy:
+        api = ApiServer(Access(server=proxy.url, token=apiserver.token))
+        sink = ApiSink(api, node="n", takeover_after_s=180, owner=False)
+        node = make_node(replace(QUICK, reread_s=0.2), sink)
+        node.pods.start()
+        node.agent.start()
+        node.until(lambda: node.agent._rereads > 0)
+        proxy.then["GET"] = [Fault(503)] * 3
+        node.until(lambda: "API server" in node.agent.not_ready())
+        for looks in (1, 2):
+            node.agent.wake(Reason.STATE_FILE)
+            node.until(
+                lambda n=looks: node.agent.counts.looks["state-file"] == n  # type: ignore[misc]
+            )
+        assert "API server" in node.agent.not_ready()
+        node.until(lambda: not node.agent.not_ready())
+        assert not proxy.then["GET"]
+        node.agent.stop()
         api.close()
 
 

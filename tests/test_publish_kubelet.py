@@ -2,9 +2,11 @@
 
 import itertools
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +34,7 @@ from tests.real_apiserver import ApiServer as RealApiServer
 from tests.real_kubelet import Kubelet as RealKubelet
 from tests.real_kubelet import numa_nodes, pod
 from tests.recount import GPU, Zones, gpu_nodes, published, recount
+from tests.simple_plugin import SimplePlugin
 
 CRD = Path(__file__).parents[1] / "crds" / "noderesourcetopology" / "crd.yaml"
 PATH = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/"
@@ -42,6 +45,7 @@ STATIC = {
     "cpuManagerPolicyOptions": {"full-pcpus-only": "true"},
     "memoryManagerPolicy": "Static",
 }
+NIC = "example.com/nic"
 # As in use, but without waiting for bursts: 200 steps are one burst.
 BRISK = Pace(poll_s=60, settle_s=0.005, apart_s=0.01, quiet_s=0.01, burst_s=0.02, echo_s=0)
 NUMBERS = itertools.count()
@@ -294,6 +298,50 @@ def test_devices_that_all_vanish_for_a_moment_stay_published(
     node.until_right()
     time.sleep(0.5)
     assert node.body() == before
+
+
+def serve_nics(plugin_dir: Path) -> None:
+    """Another's device plugin, for a process of its own."""
+    SimplePlugin(NIC, {"nic-0": (0,), "nic-1": (1,)}).serve(plugin_dir)
+    threading.Event().wait()
+
+
+def test_a_plugin_that_is_killed_is_missed_though_its_socket_stays(
+    start: Callable[[Pace], Node],
+) -> None:
+    """The kubelet marks its devices when the stream ends, and says so in no file."""
+    node = start(replace(BRISK, glance_s=0.2))
+    folder = node.kubelet.plugin_dir
+    plugin = get_context("spawn").Process(target=serve_nics, args=(folder,))
+    plugin.start()
+
+    def allocatable() -> list[str]:
+        zones = node.body()["zones"]
+        resources = [r for zone in zones for r in zone.get("resources", ())]
+        return [r["allocatable"] for r in resources if r["name"] == NIC]
+
+    try:
+        until(lambda: allocatable() == ["1", "1"])
+        checkpoint = (folder / "kubelet_internal_checkpoint").stat()
+        plugin.kill()
+        until(lambda: "1" not in allocatable())
+        assert (folder / "example.com_nic.sock").is_socket()
+        after = (folder / "kubelet_internal_checkpoint").stat()
+        assert after.st_ino == checkpoint.st_ino
+        assert node.agent.counts.looks["allocatable"] >= 1
+    finally:
+        plugin.kill()
+        plugin.join()
+
+
+def test_an_idle_kubelet_is_glanced_at_and_not_looked_at(
+    start: Callable[[Pace], Node],
+) -> None:
+    """Its answers are in no order, and yet of one length."""
+    node = start(replace(BRISK, glance_s=0.02))
+    looks = node.agent.counts.looks.total()
+    time.sleep(0.5)
+    assert node.agent.counts.looks.total() == looks
 
 
 def test_a_changed_policy_is_published_when_the_kubelet_has_restarted(

@@ -14,14 +14,17 @@ from tests.test_deployed import free_port
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    daemon = DaemonProcess(tmp_path, role="publish")
-    # Before the kubelet starts: a file that is younger than its socket is not what it works by.
-    (tmp_path / "config.yaml").write_text(
+    with configured(DaemonProcess(tmp_path, role="publish")) as daemon:
+        yield daemon
+
+
+def configured(daemon: DaemonProcess) -> DaemonProcess:
+    """Before the kubelet starts: a file that is younger than its socket is not what it works by."""
+    (daemon.folder / "config.yaml").write_text(
         "apiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\n"
         "topologyManagerPolicy: restricted\n"
     )
-    with daemon:
-        yield daemon
+    return daemon
 
 
 RTE = ("--patch-mode=false", "--notify-file=/x", "--max-events-per-second=5")  # its manifest's
@@ -42,6 +45,14 @@ def test_once_and_no_longer(daemon: DaemonProcess) -> None:
     assert daemon.start("--oneshot", "--out", str(daemon.folder / "out")).wait() == 0
     assert published(daemon)["zones"]
     assert attribute(daemon, "topologyManagerPolicy") == "restricted"  # of the usual file
+
+
+def test_a_normal_start_warns_of_nothing(tmp_path: Path) -> None:
+    with configured(DaemonProcess(tmp_path, role="run")) as daemon:
+        daemon.start("--out", str(daemon.folder / "out")).registered()
+        daemon.until(lambda: published(daemon)["zones"], "an object")
+        assert daemon.end() == 0
+    assert [line for line in daemon.log().splitlines() if " INFO " not in line] == []
 
 
 def test_its_own_configuration_is_followed_while_it_runs(daemon: DaemonProcess) -> None:

@@ -20,7 +20,7 @@ from rte.publish.apply import ApiServer
 
 T = TypeVar("T")
 
-WATCH_S = 3600.0  # then the server ends the watch and it is asked for anew
+WATCH_S = 86400.0  # the server ends the watch then, as it was asked to, and is asked anew
 FORGET_S = 60.0  # facts that could not be followed for so long are none
 RETRY_FIRST_S = 1.0
 RETRY_LONGEST_S = 60.0

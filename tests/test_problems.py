@@ -1,0 +1,50 @@
+"""What is wrong is said when it begins, changes and ends, and once."""
+
+import time
+
+import pytest
+
+from rte.problems import Problems
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [f"{r.levelname} {r.getMessage()}" for r in caplog.records]
+
+
+def test_a_problem_is_said_when_it_begins_changes_and_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    problems = Problems()
+    for words in ("gone", "gone", "refused"):
+        problems.report("kubelet", words)
+    assert str(problems.current()["kubelet"]).startswith("refused (since 2")
+    problems.end("kubelet")
+    problems.end("kubelet")
+    assert problems.current() == {}
+    assert lines(caplog) == [
+        "WARNING kubelet: gone",
+        "INFO kubelet: now refused",
+        "INFO kubelet: in order again, after 0 s",
+    ]
+
+
+def test_what_is_usual_for_a_moment_is_a_problem_at_once_and_said_when_it_lasts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    problems = Problems()
+    problems.report("hardware", "no reading", after_s=60)
+    assert "hardware" in problems.current()
+    problems.report("hardware", "still no reading", after_s=60)
+    problems.end("hardware")
+    assert lines(caplog) == []
+    problems.report("hardware", "no reading", after_s=0.01)
+    time.sleep(0.02)
+    problems.report("hardware", "no reading", after_s=0.01)
+    problems.report("hardware", "no reading", after_s=0.01)
+    problems.end("hardware")
+    assert lines(caplog) == [
+        "WARNING hardware: no reading",
+        "INFO hardware: in order again, after 0 s",
+    ]
