@@ -7,7 +7,7 @@ Every other module speaks in these words. A value that exists is complete and so
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import NewType
@@ -44,6 +44,36 @@ def pci_order(address: PciAddress) -> tuple[int, int, int, int]:
     domain, bus, rest = address.split(":")
     device, function = rest.split(".")
     return int(domain, 16), int(bus, 16), int(device, 16), int(function)
+
+
+MAX_NUMBER = 1 << 16
+"""Above any kernel's NR_CPUS: a list from outside must not make us count to infinity."""
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers in the kernel's list format, ascending: `0-3,8`."""
+    found: list[tuple[int, int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1] = found[-1][0], number
+        else:
+            found.append((number, number))
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+
+
+def parse_ranges(text: str) -> tuple[int, ...]:
+    """The numbers of a list in the kernel's format, ascending. Raises ValueError."""
+    found: set[int] = set()
+    for part in text.strip().split(",") if text.strip() else ():
+        first, dash, last = part.strip().partition("-")
+        ends = (first, last) if dash else (first, first)
+        if not all(end.isascii() and end.isdecimal() and len(end) <= 6 for end in ends):
+            raise ValueError(f"not a list such as 0-3,8: {text!r:.80}")
+        low, high = map(int, ends)
+        if low > high or high >= MAX_NUMBER:
+            raise ValueError(f"not a list such as 0-3,8: {text!r:.80}: {part!r} is no range")
+        found.update(range(low, high + 1))
+    return tuple(sorted(found))
 
 
 MADE_UP_DOMAIN = "fffffffe"

@@ -380,7 +380,7 @@ def test_options_of_the_cpu_manager_that_are_not_followed_are_named(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--reserved-cpus", "0-"], "--reserved-cpus: not a list of CPUs: '0-'"),
+        (["--reserved-cpus", "0-"], "--reserved-cpus: not a list such as 0-3,8: '0-'"),
         (["--reserved-cpus", "9999"], "CPU 9999 is to be reserved, and the machine has none such"),
         (["--reserved-cpus", ""], "CPU Manager policy static needs reserved CPUs"),
         (["--kubelet-config", "/nowhere"], "/nowhere: cannot be read: No such file or directory"),

@@ -13,10 +13,9 @@ import pytest
 from rte.graph.build import Graph, build
 from rte.graph.choose import choose
 from rte.graph.groups import groups
-from rte.model import DeviceId, Machine
+from rte.model import DeviceId, Machine, ranges
 from rte.sources import SourceError, parse_source
 from rte.view.relations import relations
-from rte.view.words import ranges
 from tests.brute import Brute
 from tests.conftest import Golden
 from tests.corpus import FOLDER, matrices, xml_files

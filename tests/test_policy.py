@@ -14,7 +14,6 @@ from rte.kubelet.policy import (
     PolicyError,
     drop_in_files,
     from_flags,
-    parse_cpus,
     parse_flags,
     parse_policy,
     read_kubelet_commands,
@@ -85,7 +84,7 @@ def test_absent_keys_have_the_kubelets_own_defaults(tmp_path: Path) -> None:
         ("memoryManagerPolicy: BestEffort", "memoryManagerPolicy", "BestEffort"),
         ("reservedSystemCPUs: 3", "reservedSystemCPUs", "a string"),
         ("reservedSystemCPUs: 3-1", "reservedSystemCPUs", "no range"),
-        ("reservedSystemCPUs: 0-99999999", "reservedSystemCPUs", "not a list of CPUs"),
+        ("reservedSystemCPUs: 0-99999999", "reservedSystemCPUs", "not a list such as"),
         (
             "topologyManagerPolicyOptions: {max-allowable-numa-nodes: 16}",
             "topologyManagerPolicyOptions.max-allowable-numa-nodes",
@@ -231,20 +230,6 @@ def test_flags_of_the_command_line_win_over_the_file(tmp_path: Path) -> None:
     for flag in ("cpu-manager-policy-options", "reserved-memory"):
         with pytest.raises(PolicyError, match=flag):
             from_flags({flag: "nonsense"})
-
-
-@pytest.mark.parametrize(
-    ("text", "cpus"),
-    [("", ()), ("0", (0,)), ("0-2,8", (0, 1, 2, 8)), (" 4 , 1-2\n", (1, 2, 4)), ("1,1", (1,))],
-)
-def test_lists_of_cpus(text: str, cpus: tuple[int, ...]) -> None:
-    assert parse_cpus(text) == cpus
-
-
-@pytest.mark.parametrize("text", ["a", "1-", "-1", "1,,2", "0x1", "1-2-3", "1:2", "²"])
-def test_what_is_no_list_of_cpus_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="not a list of CPUs"):
-        parse_cpus(text)
 
 
 def test_the_kubelets_files_are_found_in_its_command_line(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from rte.view.document import document
 from rte.view.reason import reason
 from rte.view.smi import smi
 from rte.view.text import WIDTH, text
-from rte.view.words import columns, ranges, size, speed
+from rte.view.words import columns, size, speed
 from tests.fake_nvml import fake_nvml
 from tests.graphs import meshed, random_machine
 from tests.machines.description import FOLDER
@@ -232,17 +232,6 @@ def test_a_choice_without_gpus_says_so() -> None:
     assert reason(graph, choose(graph, available=[], size=1)) == "nothing to choose\n"
     alone = reason(graph, choose(graph, available=graph.ids, size=1, explain=True))
     assert alone.endswith("There is no other set.\n")
-
-
-# Words
-
-
-@pytest.mark.parametrize(
-    ("numbers", "words"),
-    [((), ""), ((3,), "3"), ((0, 1, 2, 3, 8), "0-3,8"), ((1, 3, 5), "1,3,5"), ((0, 1), "0-1")],
-)
-def test_ranges(numbers: tuple[int, ...], words: str) -> None:
-    assert ranges(numbers) == words
 
 
 def test_fewer_gpus_than_asked_are_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,7 @@ REFUSED = {
         {"gpus": [{"name": f"gpu-{n}", "pci": "0000:01:00.0"} for n in range(2)]},
         "gpu-1: 0000:01:00.0 is there twice",
     ),
-    "CPUs": ({"numaNodes": [{"id": 0, "cpus": "all"}]}, "CPUs 'all': expected a list"),
+    "CPUs": ({"numaNodes": [{"id": 0, "cpus": "all"}]}, "not a list such as 0-3,8: 'all'"),
     "a type": ({"gpus": [{"name": "gpu-0", "pci": 7}]}, "status.gpus[0].pci"),
     "a number": ({"numaNodes": [{"id": -1}]}, "status.numaNodes[0].id"),
     "a switch below itself": (

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rte.discovery import assemble
-from rte.discovery.sysfs import Host, SysfsError, parse_ids, read_host
+from rte.discovery.sysfs import Host, SysfsError, read_host
 from rte.model import Nic, NumaSource, PciAddress, PciDevice, PciLink
 from rte.sources.recorded import escape
 from tests.sysfs_tree import (
@@ -180,20 +180,6 @@ def test_a_list_may_end_in_a_zero_byte(tmp_path: Path) -> None:
     sys = tree(tmp_path, TWO_NODES)  # Linux 2.6.32
     (sys / "devices/system/node/online").write_bytes(b"0-1\n\0")
     assert len(read_host(sys).numa_nodes) == 2
-
-
-@pytest.mark.parametrize(
-    ("text", "ids"),
-    [("", ()), ("3", (3,)), ("0-2,33-34,45", (0, 1, 2, 33, 34, 45)), ("4,1", (1, 4))],
-)
-def test_lists_of_ids(text: str, ids: tuple[int, ...]) -> None:
-    assert parse_ids(text) == ids
-
-
-@pytest.mark.parametrize("text", ["x", "1-", "-1", "3-1", "1,,2", "0-70000", "1 2"])
-def test_lists_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match=r".*"):
-        parse_ids(text)
 
 
 # PCI functions

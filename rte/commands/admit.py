@@ -26,15 +26,14 @@ from rte.kubelet.policy import (
     CpuManagerPolicy,
     MemoryManagerPolicy,
     PolicyError,
-    parse_cpus,
     read_configuration,
 )
-from rte.model import ContainerUse, Scope, TopologyManagerPolicy
+from rte.model import ContainerUse, Scope, TopologyManagerPolicy, parse_ranges, ranges
 from rte.sources import UNDERSTOOD
 from rte.view.ink import Ink
 from rte.view.reason import names, part_name
 from rte.view.text import summary
-from rte.view.words import counted, ranges
+from rte.view.words import counted
 
 DEFAULTS = "the command line and its defaults"
 
@@ -155,7 +154,7 @@ def kubelet_of(source: Source, args: argparse.Namespace) -> Kubelet:
         kubelet = Kubelet(read_configuration(file), os.path.relpath(file))
     if args.reserved_cpus is not None:
         try:
-            parse_cpus(args.reserved_cpus)
+            parse_ranges(args.reserved_cpus)
         except ValueError as error:
             raise Wrong(f"--reserved-cpus: {error}") from error
     flags = {

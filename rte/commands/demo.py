@@ -22,13 +22,13 @@ from rte.commands.telling import Teller, asked
 from rte.kubelet.admission import Admitted, Rejected, not_followed
 from rte.kubelet.spec import PodSpec
 from rte.kubelet.usage import KubeletError
-from rte.model import DeviceId, PodName, Scope, TopologyManagerPolicy
+from rte.model import DeviceId, PodName, Scope, TopologyManagerPolicy, ranges
 from rte.publish.nrt import KIND
 from rte.standin.kubelet import Admission
 from rte.status import StatusError
 from rte.view.ink import Ink, plain
 from rte.view.text import WIDTH, text
-from rte.view.words import counted, ranges
+from rte.view.words import counted
 from rte.view.zones import LARGEST, available, forecast_table, right_aligned, zone_table
 
 PACKAGE = Path(__file__).parent.parent

@@ -10,10 +10,9 @@ from rte.graph.build import Graph
 from rte.graph.choose import choose
 from rte.kubelet.admission import Admitted, KubeletState, Rejected
 from rte.kubelet.spec import PodSpec, pod_total
-from rte.model import ContainerUse, DeviceId
+from rte.model import ContainerUse, DeviceId, ranges
 from rte.view.ink import Ink
 from rte.view.why import beside, devices, why
-from rte.view.words import ranges
 from rte.view.zones import amount
 
 Zones = Mapping[str, Mapping[str, int]]

@@ -24,6 +24,7 @@ from rte.model import (
     PciAddress,
     PciDevice,
     PciLink,
+    parse_ranges,
     pci_address,
     pci_order,
 )
@@ -53,9 +54,6 @@ NIC_CLASSES = frozenset({0x0200, 0x0207})
 # The widths that PCIe has. A function whose configuration space reads as all ones (a GPU that fell
 # off the bus) says 63, an endpoint inside the root complex 255, a port of QEMU's switch 0.
 LINK_WIDTHS = frozenset({1, 2, 4, 8, 12, 16, 32})
-
-# Above any kernel's NR_CPUS; a list from outside must not make us count to infinity.
-MAX_ID = 1 << 16
 
 
 class SysfsError(Exception):
@@ -150,7 +148,7 @@ class Tree:
         if text is None:
             return () if self.exists(path) else None
         try:
-            return parse_ids(text)
+            return parse_ranges(text)
         except ValueError:
             self.surprise(path, "a list of numbers", text)
             return None
@@ -180,19 +178,6 @@ class Tree:
 
     def surprise(self, path: str, expected: str, text: str) -> None:
         self.problems.append(f"{self.root}/{path}: expected {expected}, read {text[:80]!r}")
-
-
-def parse_ids(text: str) -> tuple[int, ...]:
-    """The numbers of a kernel list (`0-3,8`), ascending."""
-    found: set[int] = set()
-    for part in text.split(",") if text else ():
-        first, is_range, last = part.partition("-")
-        start = int(first)
-        end = int(last) if is_range else start
-        if not 0 <= start <= end < MAX_ID:
-            raise ValueError(f"not a range of ids: {part!r}")
-        found.update(range(start, end + 1))
-    return tuple(sorted(found))
 
 
 # NUMA nodes

@@ -13,11 +13,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rte.model import CpuId, NumaId, Policy, Scope, TopologyManagerPolicy, base_units
+from rte.model import CpuId, NumaId, Policy, Scope, TopologyManagerPolicy, base_units, parse_ranges
 
 MOST_BYTES = 1 << 20
 """A configuration file is some kilobytes; a larger one is something else."""
-MOST_CPUS = 1 << 16
 DROP_IN_SUFFIX = ".conf"
 API_VERSION = "kubelet.config.k8s.io/v1beta1"
 KIND = "KubeletConfiguration"
@@ -281,24 +280,9 @@ def reserved_cpus(configuration: Mapping[str, Any], where: str) -> tuple[CpuId, 
     if not isinstance(value, str):
         raise PolicyError(where, f"expected a string such as '0-3,8', read {value!r:.80}", key)
     try:
-        return parse_cpus(value)
+        return tuple(map(CpuId, parse_ranges(value)))
     except ValueError as error:
         raise PolicyError(where, str(error), key) from error
-
-
-def parse_cpus(text: str) -> tuple[CpuId, ...]:
-    """The CPUs of a list in the kernel's format (`0-3,8`), ascending. Raises ValueError."""
-    cpus: set[int] = set()
-    for part in text.strip().split(",") if text.strip() else ():
-        first, dash, last = part.strip().partition("-")
-        ends = (first, last) if dash else (first, first)
-        if not all(end.isascii() and end.isdecimal() and len(end) <= 6 for end in ends):
-            raise ValueError(f"not a list of CPUs: {text!r:.80} (expected for instance 0-3,8)")
-        low, high = map(int, ends)
-        if low > high or high >= MOST_CPUS:
-            raise ValueError(f"not a list of CPUs: {text!r:.80}: {part!r} is no range")
-        cpus.update(range(low, high + 1))
-    return tuple(CpuId(cpu) for cpu in sorted(cpus))
 
 
 def reserved_memory(

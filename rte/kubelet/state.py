@@ -14,8 +14,7 @@ from typing import NamedTuple, NewType, TypeVar
 
 import msgspec
 
-from rte.kubelet.policy import parse_cpus
-from rte.model import CpuId, DeviceId, MemoryBlock, NumaId
+from rte.model import CpuId, DeviceId, MemoryBlock, NumaId, parse_ranges
 
 T = TypeVar("T")
 
@@ -174,12 +173,12 @@ def read_cpus(path: Path) -> Cpus:
         state = _decoded(path, state.data.encode(), _CpuState)
     held: dict[Holder, frozenset[CpuId]] = {}
     try:
-        shared = frozenset(parse_cpus(state.defaultCpuSet))
+        shared = frozenset(map(CpuId, parse_ranges(state.defaultCpuSet)))
         for pod, containers in (state.entries or {}).items():
             for container, cpus in containers.items():
-                held[PodUid(pod), container] = frozenset(parse_cpus(cpus))
+                held[PodUid(pod), container] = frozenset(map(CpuId, parse_ranges(cpus)))
         for pod, whole in (state.podEntries or {}).items():
-            held[PodUid(pod), ""] = frozenset(parse_cpus(whole.cpuSet))
+            held[PodUid(pod), ""] = frozenset(map(CpuId, parse_ranges(whole.cpuSet)))
     except ValueError as error:
         raise StateFileError(path, str(error)) from error
     return Cpus({holder: cpus for holder, cpus in held.items() if cpus}, shared)

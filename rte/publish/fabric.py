@@ -10,9 +10,9 @@ from typing import Any
 
 from rte.graph.build import Graph
 from rte.graph.groups import Group
-from rte.model import FabricState, Faults, Gpu, LinkPeer, Machine, Nic, NumaNode, PciAddress
+from rte.model import FabricState, Faults, Gpu, LinkPeer, Machine, Nic, NumaNode, PciAddress, ranges
 from rte.publish.accounting import zone_nodes
-from rte.publish.forms import binary_quantity, cpu_list, metadata
+from rte.publish.forms import binary_quantity, metadata
 from rte.publish.hardware import Hardware, health, link_speed, listed_nics
 
 API_VERSION = "rte.dev/v1alpha1"
@@ -85,7 +85,7 @@ def numa_node(node: NumaNode, hardware: Hardware) -> dict[str, Any]:
     return present(
         {
             "id": node.id,
-            "cpus": cpu_list(node.cpus),
+            "cpus": ranges(node.cpus),
             "memory": None if node.memory_bytes is None else binary_quantity(node.memory_bytes),
             "gpu": None if node.gpu is None else hardware.name_of.get(node.gpu, str(node.gpu)),
             "distances": [

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-from rte.model import CpuId
 
 MANAGED_BY = {"app.kubernetes.io/managed-by": "rte"}
 
@@ -50,14 +48,3 @@ def decimal_quantity(count: int) -> str:
         count //= 1000
         power += 1
     return f"{count}{('', 'k', 'M', 'G', 'T', 'P', 'E')[power]}"
-
-
-def cpu_list(cpus: Iterable[CpuId]) -> str:
-    """The kernel's list format, ascending: `0-3,8`."""
-    runs: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if runs and runs[-1][1] == cpu - 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

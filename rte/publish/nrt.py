@@ -21,6 +21,7 @@ from rte.model import (
     Observation,
     PodName,
     TopologyManagerPolicy,
+    ranges,
 )
 from rte.publish.accounting import (
     Accounts,
@@ -47,7 +48,6 @@ from rte.publish.forecast import largest_aligned, largest_linked
 from rte.publish.forms import (
     attributes,
     binary_quantity,
-    cpu_list,
     decimal_quantity,
     metadata,
     zone_body,
@@ -163,7 +163,7 @@ def policy_attributes(observation: Observation) -> dict[str, str]:
         "memoryManagerPolicy": policy.memory_manager,
     }
     if policy.reserved_cpus:
-        values["reservedCPUs"] = cpu_list(policy.reserved_cpus)
+        values["reservedCPUs"] = ranges(policy.reserved_cpus)
     return values
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
@@ -27,6 +26,7 @@ from rte.model import (
     PciDevice,
     base_units,
     nic_order,
+    parse_ranges,
     pci_address,
 )
 from rte.sources.nvlink import lane_speed
@@ -34,7 +34,6 @@ from rte.sources.objects import gpu_number, lost, pcie_link
 from rte.sources.problem import SourceError
 from rte.sources.tree import BRIDGE, GPU, NETWORK, Tree
 
-MAX_CPUS = 1 << 16
 MAX_SWITCHES = 64  # above each other
 
 Few = Annotated[int, msgspec.Meta(ge=0, le=4096)]
@@ -159,22 +158,11 @@ def address_of(part: Placed) -> PciAddress:
 def numa_node(node: Node, address: Mapping[str, PciAddress]) -> NumaNode:
     return NumaNode(
         id=NumaId(node.id),
-        cpus=cpus(node.cpus),
+        cpus=tuple(map(CpuId, parse_ranges(node.cpus))),
         memory_bytes=None if node.memory is None else base_units(node.memory),
         distance={NumaId(d.id): d.distance for d in node.distances},
         gpu=address.get(node.gpu) if node.gpu else None,
     )
-
-
-def cpus(text: str) -> tuple[CpuId, ...]:
-    """From the kernel's list format."""
-    found: set[int] = set()
-    for part in text.split(",") if text else ():
-        match = re.fullmatch("([0-9]{1,5})(?:-([0-9]{1,5}))?", part)
-        if match is None or int(match[2] or match[1]) >= MAX_CPUS:
-            raise ValueError(f"CPUs {text[:60]!r}: expected a list such as 0-3,8")
-        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
-    return tuple(map(CpuId, sorted(found)))
 
 
 def unknown(status: Status) -> Iterator[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rte.kubelet.admission import KubeletState, MemoryState
-from rte.model import ContainerUse, CpuId, DeviceUse, PodName
+from rte.model import ContainerUse, DeviceUse, PodName, ranges
 
 
 class DeviceEntry(NamedTuple):
@@ -64,11 +64,11 @@ def cpu_state(state: KubeletState, uids: Mapping[PodName, str]) -> dict[str, Any
     if state.policy.cpu_manager != "static":
         return twice({"policyName": "none", "defaultCpuSet": ""})
     held = {
-        uid: {use.name: cpu_list(use.cpus) for use in uses if use.cpus}
+        uid: {use.name: ranges(use.cpus) for use in uses if use.cpus}
         for uid, uses in entries.items()
     }
     taken = {cpu for uses in entries.values() for use in uses for cpu in use.cpus}
-    shared = cpu_list(cpu for cpu in state.topology.node if cpu not in taken)
+    shared = ranges(cpu for cpu in state.topology.node if cpu not in taken)
     return twice({"policyName": "static", "defaultCpuSet": shared, **filled("entries", held)})
 
 
@@ -126,17 +126,6 @@ def twice(content: dict[str, Any]) -> dict[str, Any]:
     """From 1.37 on the content is also there as a text with a checksum of its own."""
     text = json.dumps(content, separators=(",", ":"))
     return {**content, "checksum": 0, "data": text, "dataChecksum": 0}
-
-
-def cpu_list(cpus: Iterable[CpuId]) -> str:
-    """The kernel's list format, ascending: `0-3,8`."""
-    runs: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if runs and runs[-1][1] == cpu - 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 
 from rte.graph.build import Graph
 from rte.graph.groups import Group
-from rte.model import Gpu, LinkPeer, Nic, NumaNode, PciAddress, PciLink, is_made_up
+from rte.model import Gpu, LinkPeer, Nic, NumaNode, PciAddress, PciLink, is_made_up, ranges
 from rte.view.relations import relations
-from rte.view.words import ranges
 
 Json = dict[str, Any]
 

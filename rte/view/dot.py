@@ -7,10 +7,10 @@ from itertools import count
 
 from rte.graph.build import Graph
 from rte.graph.groups import Group
-from rte.model import Gpu, Nic, PciAddress, is_made_up
+from rte.model import Gpu, Nic, PciAddress, is_made_up, ranges
 from rte.view.colours import GREY, group_colour
 from rte.view.parts import Leaf, Switch, group_of, pairs, places, switch_lanes
-from rte.view.words import ranges, speed
+from rte.view.words import speed
 
 
 def dot(graph: Graph, groups: Sequence[Group]) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rte.graph.build import Graph
+from rte.model import ranges
 from rte.view.relations import relations
-from rte.view.words import ranges
 
 LEGEND = """
 Legend:

@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 
 from rte.graph.build import Graph
 from rte.graph.groups import Group
-from rte.model import Gpu, Nic, NumaNode, PciAddress, is_made_up
+from rte.model import Gpu, Nic, NumaNode, PciAddress, is_made_up, ranges
 from rte.view.colours import GREY, Colour, group_colour
 from rte.view.parts import (
     Leaf,
@@ -29,7 +29,7 @@ from rte.view.parts import (
     switch_lanes,
 )
 from rte.view.text import summary
-from rte.view.words import counted, ranges, size, speed
+from rte.view.words import counted, size, speed
 
 WIDTH = 420
 MARGIN = 10

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from rte.graph.build import Graph
 from rte.graph.groups import Group
-from rte.model import Gpu, Machine, Nic, NumaId, NumaSource, PciAddress, is_made_up
+from rte.model import Gpu, Machine, Nic, NumaId, NumaSource, PciAddress, is_made_up, ranges
 from rte.view.relations import relations
-from rte.view.words import columns, counted, ranges, size, speed
+from rte.view.words import columns, counted, size, speed
 
 WIDTH = 100
 

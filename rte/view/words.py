@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rte.model import Level
 
@@ -15,17 +15,6 @@ CELLS = {
     Level.PIX: "PIX",
 }
 """NVML's and nvidia-smi's words."""
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers in the kernel's list format: 0-3,8."""
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1] = found[-1][0], number
-        else:
-            found.append((number, number))
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
 def size(count_bytes: int) -> str:
