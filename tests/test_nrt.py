@@ -47,7 +47,7 @@ from rte.model import (
 )
 from rte.publish.accounting import Unbound
 from rte.publish.fingerprint import InformerMode, fingerprint
-from rte.publish.forms import binary_quantity, cpu_list, decimal_quantity
+from rte.publish.forms import binary_quantity, decimal_quantity
 from rte.publish.nrt import Detail, FingerprintMethod, nrt
 from rte.publish.patch import ECHO, changes, freed_something, may_wake, rest, with_echo
 from rte.publish.placement import METADATA, VECTOR
@@ -692,11 +692,6 @@ def test_names_of_huge_pages() -> None:
         "hugepages-1Gi",
         "hugepages-16Gi",
     ]
-
-
-def test_lists_of_cpus() -> None:
-    assert cpu_list(cpus(8, 1, 0, 2, 4)) == "0-2,4,8"
-    assert cpu_list(()) == ""
 
 
 # Comparing and patching
