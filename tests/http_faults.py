@@ -97,7 +97,7 @@ class FaultyProxy:
                 proxy.seen.append((self.command, urlsplit(self.path).path, len(content)))
                 proxy.asked.add((self.command, self.path))
                 token = len(self.headers["Authorization"] or "")
-                proxy.heads.append(len(self.raw_requestline + self.headers.as_bytes()) - token)
+                proxy.heads.append(len(f"{self.requestline}\r\n{self.headers}") - token)
                 if "watch=true" in self.path:
                     self.pass_watch_on()
                     return

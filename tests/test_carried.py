@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+
 import pytest
 
 from rte.__main__ import main
@@ -117,6 +118,29 @@ def test_every_flag_of_the_updater_is_taken(
     assert found["kubelet.rootDir"] == "/host-var/lib/kubelet"
     assert found["http.port"] == "8080"
     assert found["kubelet.poll"] == "60.0"
+
+
+@pytest.mark.parametrize("word", ["--version", "-version"])
+def test_the_version_is_said(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["publish", word])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("rte ")
+
+
+@pytest.mark.parametrize("where", ["-", ".log"])
+def test_where_the_configuration_goes_besides_running(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, where: str
+) -> None:
+    """It then starts, which is refused here for want of a cluster."""
+    arguments = ["--kubeconfig", str(tmp_path / "none"), "--port=0"]
+    assert main(["publish", f"--dump-config={where}", *arguments]) == 1
+    said = capsys.readouterr()
+    assert "nodeName:" in (said.out if where == "-" else said.err)
+    file = tmp_path / "dumped"
+    assert main(["publish", f"--dump-config={file}", *arguments]) == 1
+    assert "nodeName:" in file.read_text()
+    assert main(["publish", f"--dump-config={tmp_path}/no/file", *arguments]) == 2
 
 
 def test_flags_of_their_logs_change_nothing(capsys: pytest.CaptureFixture[str]) -> None:

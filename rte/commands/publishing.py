@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from rte import __version__
 from rte.commands.daemon import run
 from rte.commands.options import add_options, configuration, files
 from rte.config import ConfigError, dump
@@ -28,6 +29,7 @@ def dump_to(where: str, text: str) -> None:
 
 
 def add_publisher(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--version", action="version", version=f"rte {__version__}")
     add_options(parser)
     parser.add_argument(
         "--dump-config",
