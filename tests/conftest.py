@@ -1,5 +1,6 @@
 """What every test can ask for: real parts of Kubernetes, built when first needed."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -7,13 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.gobuild import GoBuildError, program
 from tests.real_apiserver import ApiServer
 from tests.real_kubelet import Kubelet
 from tests.real_scheduler import Scheduler
 
+# How long an example takes to make or to run says how busy the machine is.
+settings.register_profile("rte", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("rte")
+
 GO_PROGRAMS_LEFT_OUT = pytest.StashKey[int]()
+
+WORKERS = 3
+"""Processes of a run of everything. Most of a test's time is waiting, so two cores feed more."""
 
 GoProgram = Callable[[str], Path]
 StartKubelet = Callable[..., Kubelet]
@@ -41,6 +50,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Spreads a run of whole folders over workers, unless -n says how many.
+
+    One file, or a run that somebody watches (-s, --pdb), stays in one process.
+    """
+    options = config.option
+    if is_worker(config) or getattr(options, "numprocesses", 0) is not None:
+        return  # 0 stands for: pytest-xdist is not installed
+    watched = options.usepdb or options.trace or options.capture == "no" or options.collectonly
+    if not watched and all(Path(argument).is_dir() for argument in config.args):
+        options.numprocesses = WORKERS
+        if options.dist == "no":
+            options.dist = "worksteal"
+
+
+def is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("without_go"):
         return
@@ -48,6 +77,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
     config.stash[GO_PROGRAMS_LEFT_OUT] = len(left_out)
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker, which collects all tests as every other does, hands its count to the controller."""
+    if is_worker(session.config):
+        left_out = session.config.stash.get(GO_PROGRAMS_LEFT_OUT, 0)
+        session.config.workeroutput["left_out"] = left_out  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    left_out = getattr(node, "workeroutput", {}).get("left_out", 0)
+    node.config.stash[GO_PROGRAMS_LEFT_OUT] = left_out
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -59,6 +101,13 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
             "took their place.",
             yellow=True,
         )
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As pytest's own, under a shorter name: the path of a socket has at most 107 bytes."""
+    name = re.sub(r"\W", "_", request.node.name.removeprefix("test_"))
+    return tmp_path_factory.mktemp(name[:12])
 
 
 @pytest.fixture

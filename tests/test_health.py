@@ -21,6 +21,7 @@ from tests.bench.hang import measure
 from tests.daemon_process import ROOT, DaemonProcess
 from tests.fake_nvml import MIG_CONFIG_CHANGE, XID
 from tests.small_kubelet import GPUS
+from tests.stopwatch import Stopwatch
 from tests.test_deploy import markdown_table
 
 Make = Callable[..., DaemonProcess]
@@ -180,9 +181,9 @@ def test_gpu_operator_2781_a_b200_whose_fabric_is_stuck_gets_no_work_so_no_cuda_
     daemon.start().registered()
     assert daemon.unhealthy() == list(range(8))
     daemon.driver.control("fabric * 3")
-    began = time.monotonic()
+    stopwatch = Stopwatch()
     daemon.until_unhealthy()
-    assert time.monotonic() - began < 5  # a node that starts waits for no cool-down
+    assert stopwatch.took_s < 5  # a node that starts waits for no cool-down
 
 
 def test_gpu_operator_2511_seven_gpus_work_while_one_is_not_attached_to_the_fabric(
@@ -274,11 +275,11 @@ def test_a_release_leaves_no_open_handle_within_two_seconds_keeps_the_list_and_e
     assert daemon.driver.sessions() == 1
     daemon.driver.control("call nvmlDeviceGetUUID hang")  # also in the middle of a reading
     time.sleep(0.5)
-    began = time.monotonic()
+    stopwatch = Stopwatch()
     if how == "SIGUSR1":
         daemon.signal(signal.SIGUSR1)
         daemon.until(lambda: daemon.driver.sessions() == 0, "no session")
-        assert time.monotonic() - began < 2
+        assert stopwatch.took_s < 2
     else:
         done = daemon.command("release", "--for", "10m")
         assert done.returncode == 0, done.stderr
@@ -458,13 +459,14 @@ def test_cordons_follow_the_file_and_end_to_the_second(make: Make) -> None:
         {"id": str(one.uuid), "reason": "fan"},
         {"pci": two.pci.upper(), "until": until.isoformat()},
     ]
-    began = time.monotonic()
+    stopwatch = Stopwatch()
     daemon.write_config(devices={"withhold": entries})
     daemon.until_unhealthy(1, 2)
-    assert time.monotonic() - began < 1.5
+    assert stopwatch.took_s < 1.5
     daemon.until_logged(f"{one.uuid} is cordoned: fan")
     daemon.until_unhealthy(1)
-    assert abs((datetime.now(UTC) - until).total_seconds()) < 1
+    assert datetime.now(UTC) > until - timedelta(seconds=1)
+    assert stopwatch.took_s < 3 + 1
     daemon.until_logged(f"{two.pci} is no longer cordoned")
     daemon.write_config()
     daemon.until_unhealthy()

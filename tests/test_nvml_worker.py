@@ -20,6 +20,7 @@ from rte.discovery.nvml_worker import Child, ChildFailed, NvmlUnavailable, NvmlW
 from rte.discovery.nvml_worker import library_folders as folders_below
 from rte.discovery.reading import GpuReading, LinkReading, NvmlEvent, NvmlReading
 from tests.fake_nvml import MIG_CONFIG_CHANGE, XID, Driver
+from tests.stopwatch import Stopwatch
 
 ROOT = Path(__file__).parent.parent
 BUS_IDS = ("00000000:17:00.0", "00000000:65:00.0")
@@ -41,7 +42,7 @@ PAIR = NvmlReading(
     p2p=((0, 1, 0, 0), (1, 0, 0, 0)),
 )
 PATIENCE_S = 20.0  # for what must come, on a machine that is busy with other tests
-HANG_S = 1.0  # longer than a worker needs to start
+HANG_S = (1.0, 4.0, 16.0)  # the first is longer than a worker needs to start, if all is quiet
 
 Make = Callable[..., NvmlWorker]
 
@@ -133,12 +134,12 @@ def test_the_library_is_absent_and_is_installed_later(
     [
         pytest.param(
             "call nvmlInitWithFlags hang",
-            f"nvmlInit has not come back for {HANG_S:g} s; the worker was killed",
+            "nvmlInit has not come back for {} s; the worker was killed",
             id="the library hangs in init and the worker is replaced",
         ),
         pytest.param(
             "call nvmlDeviceGetNvLinkState@1 hang",
-            f"the reading has not come back for {HANG_S:g} s; the worker was killed",
+            "the reading has not come back for {} s; the worker was killed",
             id="the library hangs in the middle of a reading and the worker is replaced",
         ),
         pytest.param(
@@ -174,13 +175,16 @@ def test_the_library_is_absent_and_is_installed_later(
     ],
 )
 def test_trouble_is_said_once_and_ends(make: Make, driver: Driver, fault: str, said: str) -> None:
-    hangs = "hang" in fault
-    worker = make()
     driver.control(fault)
-    first = problem(worker, timeout_s=HANG_S if hangs else PATIENCE_S)
-    assert first.startswith(said)
-    time.sleep(max(0.0, worker.retry_in_s() or 0.0))
-    assert problem(worker, timeout_s=HANG_S if hangs else PATIENCE_S) == first
+    for limit_s in HANG_S if "hang" in fault else (PATIENCE_S,):
+        worker = make()
+        first = problem(worker, timeout_s=limit_s)
+        time.sleep(max(0.0, worker.retry_in_s() or 0.0))
+        again = problem(worker, timeout_s=limit_s)
+        if "its start" not in first + again:  # which may take that long on a busy machine
+            break
+    assert first.startswith(said.format(f"{limit_s:g}"))
+    assert again == first
     assert worker.starts == 2
     driver.control()
     assert recovered(worker) == PAIR
@@ -262,9 +266,9 @@ def test_release_closes_every_session_within_two_seconds(make: Make, driver: Dri
     worker = make()
     worker.reading()
     assert driver.sessions() == 1
-    began = time.monotonic()
+    stopwatch = Stopwatch()
     worker.release(hold_s=60)
-    assert time.monotonic() - began < 2
+    assert stopwatch.took_s < 2
     assert driver.sessions() == 0
     assert problem(worker).startswith("NVML is released on request")
     assert worker.last == PAIR
@@ -274,11 +278,14 @@ def test_release_closes_every_session_within_two_seconds(make: Make, driver: Dri
 
 
 def test_a_release_ends_by_itself(make: Make) -> None:
-    worker = make()
+    now = 100.0
+    worker = make(clock=lambda: now)
     worker.reading()
-    worker.release(hold_s=0.2)
+    worker.release(hold_s=60)
     problem(worker)
-    assert recovered(worker) == PAIR
+    assert worker.retry_in_s() == 60
+    now += 60
+    assert worker.reading() == PAIR
 
 
 def test_release_also_ends_a_call_that_hangs(make: Make, driver: Driver) -> None:
@@ -292,9 +299,9 @@ def test_release_also_ends_a_call_that_hangs(make: Make, driver: Driver) -> None
     assert child is not None
     while child.doing != "the reading":
         time.sleep(0.01)
-    began = time.monotonic()
+    stopwatch = Stopwatch()
     worker.release(hold_s=60)
-    assert time.monotonic() - began < 2
+    assert stopwatch.took_s < 2
     assert driver.sessions() == 0
     assert caught.get(timeout=PATIENCE_S).startswith("NVML is released on request")
     asking.join()

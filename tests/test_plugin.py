@@ -42,6 +42,7 @@ from rte.model import (
 from tests.pod_resources import PodResourcesSocket, entry
 from tests.small_kubelet import GPUS, SmallKubelet, until
 from tests.small_machine import address, machine, slices, uuid, with_gpu, without_gpu
+from tests.stopwatch import Stopwatch
 
 PAIRS = machine((0, 0, 0, 0, 1, 1, 1, 1), pairs=[(0, 2), (1, 3), (4, 6), (5, 7)])
 
@@ -163,10 +164,10 @@ def test_a_kubelet_restart_leads_to_one_register_on_a_new_socket_within_a_second
 ) -> None:
     for _ in range(3):
         kubelet.stop()
-        began = time.monotonic()
+        stopwatch = Stopwatch()
         kubelet.start()
         kubelet.await_register()
-        assert time.monotonic() - began < 1
+        assert stopwatch.took_s < 1
         assert until(lambda: plugin.ready)
     assert kubelet.registered.empty()
     found = kubelet.sockets["rte-gpu.sock"]
@@ -178,10 +179,10 @@ def test_a_kubelet_restart_leads_to_one_register_on_a_new_socket_within_a_second
 def test_the_own_socket_removed_leads_to_a_register_within_a_second(
     plugin: DevicePlugin, kubelet: SmallKubelet, folder: Path
 ) -> None:
-    began = time.monotonic()
+    stopwatch = Stopwatch()
     (folder / "rte-gpu.sock").unlink()
     kubelet.await_register()
-    assert time.monotonic() - began < 1
+    assert stopwatch.took_s < 1
     assert (folder / "rte-gpu.sock").is_socket()
 
 
@@ -273,9 +274,9 @@ def test_stop_removes_the_socket_ends_the_stream_and_all_threads(
     plugin = start()
     kubelet.await_register()
     kubelet.devices()
-    began = time.monotonic()
+    stopwatch = Stopwatch()
     plugin.stop()
-    assert time.monotonic() - began < 1
+    assert stopwatch.took_s < 1
     assert [path.name for path in folder.iterdir()] == ["kubelet.sock"]
     assert until(lambda: not kubelet.threads[0].is_alive())
     ours = [t for t in set(threading.enumerate()) - before if not t.name.startswith("kubelet")]

@@ -21,6 +21,7 @@ from tests.machines.description import FOLDER
 from tests.real_kubelet import Admission, Kubelet, numa_nodes, pod
 from tests.small_kubelet import until
 from tests.small_machine import with_gpu
+from tests.stopwatch import Stopwatch
 
 GPU = "nvidia.com/gpu"
 SINGLE = {"topologyManagerPolicy": "single-numa-node"}
@@ -205,10 +206,10 @@ def test_a_kubelet_restart_loses_nothing_and_registers_within_a_second(run: Run)
     node = run("pcie-a100-pairs")
     before = node.gpus(node.admit("before", {GPU: 2}))
     again = node.kubelet.restart()
-    began = time.monotonic()
+    stopwatch = Stopwatch()
     assert [a.admitted for a in again] == [True]
     node.kubelet.wait_devices(GPU, 8)
-    assert time.monotonic() - began < 1
+    assert stopwatch.took_s < 1
     assert until(lambda: node.plugin.resources[GPU].counters.registrations == 2)
     assert until(lambda: set(before) == held(node))
     after = node.gpus(node.admit("after", {GPU: 2}))
@@ -224,9 +225,9 @@ def test_a_kubelet_restart_at_any_moment_of_a_registration_is_got_over(run: Run)
         node = Node(node.kubelet, node.name)
         time.sleep(dice.uniform(0, 0.02))  # serving takes 5 ms, Register 5 more
         node.kubelet.restart()
-        began = time.monotonic()
+        stopwatch = Stopwatch()
         node.ready()
-        assert time.monotonic() - began < 1
+        assert stopwatch.took_s < 1
     node.plugin.stop()
 
 
@@ -235,9 +236,9 @@ def test_a_kubelet_that_crashed_is_found_again(run: Run) -> None:
     before = node.gpus(node.admit("before", {GPU: 2}))
     node.kubelet.kill()
     node.kubelet.start()
-    began = time.monotonic()
+    stopwatch = Stopwatch()
     node.kubelet.wait_devices(GPU, 8)
-    assert time.monotonic() - began < 1
+    assert stopwatch.took_s < 1
     after = node.gpus(node.admit("after", {GPU: 2}))
     assert sorted(before + after) == [0, 1, 2, 3]
 
