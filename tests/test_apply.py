@@ -677,6 +677,43 @@ def test_a_cluster_with_another_version_of_the_kind_only_says_so(api: ApiServer)
     assert refused.value.unknown_kind
 
 
+def test_an_object_that_went_with_its_definition_comes_back_with_it(
+    real: RealApiServer, api: ApiServer, node: str
+) -> None:
+    group = f"{node}.example.com"
+    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"things.{group}"},
+        "spec": {
+            "group": group,
+            "scope": "Cluster",
+            "names": {"plural": "things", "singular": "thing", "kind": "Thing"},
+            "versions": [{"name": "v1", "served": True, "storage": True, "schema": schema}],
+        },
+    }
+    real.apply(definition)
+    body = {"apiVersion": f"{group}/v1", "kind": "Thing", "metadata": {"name": "n"}, "a": 1}
+    path = f"/apis/{group}/v1/things/n"
+    publication = Publication(api, path, owner=None, takeover_after_s=180)
+    assert publication.publish(body, 0).wrote is Wrote.CREATED
+    real.delete(real.path(definition))
+
+    def gone() -> bool:
+        answer = real.request("GET", path)
+        return answer.status == 404 and "page not found" in answer.body["message"]
+
+    until(gone)
+    with pytest.raises(ApiError) as refused:
+        publication.publish(body | {"a": 2}, 1)
+    assert refused.value.unknown_kind
+    real.apply(definition)
+    assert publication.publish(body | {"a": 3}, 2).wrote is Wrote.CREATED
+    assert publication.problem(3) is None
+    real.delete(real.path(definition))
+
+
 DENIALS = {
     "a policy": (
         "ValidatingAdmissionPolicy",

@@ -200,8 +200,17 @@ class Publication:
     def publish(self, body: Body, now: float) -> Outcome:
         """The outcome of the one to three requests it takes. Raises ApiError.
 
-        After an error the object counts as unknown and is read before the next write.
+        After an error the object counts as unknown and is read before the next write. One that
+        went with its definition was deleted by nobody: it comes back with that.
         """
+        try:
+            return self._publish(body, now)
+        except ApiError as error:
+            if error.unknown_kind:
+                self._ours = False
+            raise
+
+    def _publish(self, body: Body, now: float) -> Outcome:
         self._wanted = body
         if self._held:
             return self._outcome(Wrote.HELD)
