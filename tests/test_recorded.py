@@ -42,7 +42,7 @@ from rte.sources.recorded import (
     read_recorded,
     unpack,
 )
-from tests.fake_nvml import Driver
+from tests.fake_nvml import Driver, fake_nvml
 from tests.real_kubelet import Kubelet, pod
 from tests.simple_plugin import SimplePlugin
 from tests.sysfs_tree import TWO_NODES, function, netdev, nic, tree
@@ -353,14 +353,15 @@ def test_a_domain_of_more_than_16_bits_is_last_in_order() -> None:
 
 
 @pytest.fixture
-def recorded(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+def recorded(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Runs the command on a recorded machine, with NVML answering for it."""
 
-    def run(name: str) -> Path:
+    def run(name: str, *, with_library: bool = True) -> Path:
         machine = MACHINES / name
         unpack(machine / "sys.txt", root / name)
         for key, value in Driver(root / f"{name}-driver", machine).env.items():
-            monkeypatch.setenv(key, value)
+            if with_library or key != "LD_LIBRARY_PATH":
+                monkeypatch.setenv(key, value)
         monkeypatch.setenv("KUBELET_ROOT", str(root / "kubelet"))
         folder = root / f"{name}-recorded"
         where = ["--sysfs", str(root / name / "sys"), "--procfs", str(root / name / "proc")]
@@ -384,7 +385,7 @@ def _plain(machine: Machine) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", ["hgx-h100-oci", "mig-half", "gb200-tray", "one-lost"])
 def test_rte_record_gives_the_same_machine_under_other_names(
-    name: str, recorded: Callable[[str], Path]
+    name: str, recorded: Callable[..., Path]
 ) -> None:
     folder = recorded(name)
     assert without_names(read_recorded(folder)) == without_names(read_recorded(MACHINES / name))
@@ -395,8 +396,19 @@ def test_rte_record_gives_the_same_machine_under_other_names(
     assert not any(slice_.id in text for gpu in original.gpus for slice_ in gpu.slices)
 
 
+def test_rte_record_finds_nvml_where_the_driver_is_mounted(
+    recorded: Callable[..., Path], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = root / "driver-root/usr/lib64"
+    shutil.copytree(fake_nvml().library_dir, library)
+    monkeypatch.setenv("RTE_DRIVER", "mounted")
+    monkeypatch.setenv("CONTAINER_DRIVER_ROOT", str(root / "driver-root"))
+    folder = recorded("one-lost", with_library=False)
+    assert (folder / "nvml.json").exists()
+
+
 def test_rte_record_says_what_it_could_not_read(
-    recorded: Callable[[str], Path], root: Path, capsys: pytest.CaptureFixture[str]
+    recorded: Callable[..., Path], root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (root / "kubelet").mkdir()
     (root / "kubelet/config.yaml").write_text(
@@ -424,7 +436,7 @@ def test_rte_record_says_what_it_could_not_read(
 
 def test_rte_record_asks_the_kubelet_what_is_in_use(
     kubelet: Callable[..., Kubelet],
-    recorded: Callable[[str], Path],
+    recorded: Callable[..., Path],
     root: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

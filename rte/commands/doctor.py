@@ -21,7 +21,7 @@ from rte.control import Asked, ControlError, ask
 from rte.discovery import assemble
 from rte.discovery.faults import FaultMemory, faults
 from rte.discovery.injection import VERSIONS_DIFFER
-from rte.discovery.nvml_worker import NvmlUnavailable, NvmlWorker
+from rte.discovery.nvml_worker import NvmlUnavailable
 from rte.discovery.reading import NvmlReading
 from rte.discovery.sysfs import Host, SysfsError, read_host
 from rte.kubelet.policy import PolicyError
@@ -35,7 +35,7 @@ from rte.publish.nrt import API_VERSION as NRT_VERSION
 from rte.publish.patch import STALE
 from rte.publish.publisher import last_foreign_writer
 
-CALL_S = 5.0
+CALL_S = 10.0  # who asks has a busy node, as a rule
 WRONG, ADVICE = "wrong", "advice"
 
 
@@ -198,9 +198,7 @@ class Unread(Exception):
 
 def read_nvml(config: Config) -> NvmlReading:
     """A reading by a worker of our own, which ends with it. Raises Unread."""
-    worker = NvmlWorker(
-        library_folders=lambda: node.nvml_folders(config), answer_s=config.nvml.timeout
-    )
+    worker = node.nvml_worker(config)
     try:
         return worker.reading()
     except NvmlUnavailable as error:

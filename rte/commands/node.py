@@ -6,7 +6,8 @@ from pathlib import Path
 
 from rte.config import Config
 from rte.discovery import Overrides
-from rte.discovery.nvml_worker import library_folders
+from rte.discovery.nvml_worker import NvmlWorker, library_folders
+from rte.discovery.reading import NvmlReading
 from rte.model import NumaId, pci_address
 
 
@@ -16,6 +17,20 @@ def overrides(config: Config) -> Overrides:
         absent_links=tuple((pci_address(a), pci_address(b)) for a, b in config.nvlinks.absent),
         homes={pci_address(a): pci_address(b) for a, b in config.nics.homes.items()},
     )
+
+
+def nvml_worker(config: Config) -> NvmlWorker:
+    """NVML's own process, started when it is first asked."""
+    return NvmlWorker(library_folders=lambda: nvml_folders(config), answer_s=config.nvml.timeout)
+
+
+def read_nvml(config: Config) -> NvmlReading:
+    """What NVML says now, by a worker that ends with it. Raises NvmlUnavailable."""
+    worker = nvml_worker(config)
+    try:
+        return worker.reading()
+    finally:
+        worker.stop()
 
 
 def nvml_folders(config: Config) -> tuple[Path, ...]:

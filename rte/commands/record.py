@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import yaml
 
+from rte.commands.node import read_nvml
 from rte.commands.options import add_options, configuration
 from rte.config import Config
-from rte.discovery.nvml_worker import NvmlUnavailable, NvmlWorker
+from rte.discovery.nvml_worker import NvmlUnavailable
 from rte.discovery.reading import NvmlReading
 from rte.kubelet.policy import PolicyError, drop_in_files, merge_patch, read_configuration
 from rte.kubelet.usage import KubeletError, channel, read_allocatable, read_usage
@@ -139,15 +140,6 @@ def record(config: Config, *, host_names: tuple[str, ...] = ()) -> Recording:
 def renamed_tree(sys_txt: str, others: Pseudonyms) -> str:
     """The tree under other names, sorted again: on Hyper-V a UUID is part of a path."""
     return "".join(f"{line}\n" for line in sorted(others.text(sys_txt).splitlines()))
-
-
-def read_nvml(config: Config) -> NvmlReading:
-    folders = (Path(config.nvml.library),) if config.nvml.library else ()
-    worker = NvmlWorker(on_event=lambda event: None, library_folders=lambda: folders)
-    try:
-        return worker.reading()
-    finally:
-        worker.stop()
 
 
 def renamed_serials(reading: NvmlReading, others: Pseudonyms) -> NvmlReading:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rte import sources
-from rte.commands.node import nvml_folders, overrides
+from rte.commands.node import overrides, read_nvml
 from rte.commands.options import add_options, configuration
 from rte.config import Config
 from rte.discovery import assemble, overridden
-from rte.discovery.nvml_worker import NvmlUnavailable, NvmlWorker
+from rte.discovery.nvml_worker import NvmlUnavailable
 from rte.discovery.reading import NvmlReading
 from rte.discovery.sysfs import SysfsError, read_host
 from rte.graph.build import Graph, build
@@ -96,15 +96,14 @@ def read_node(config: Config) -> tuple[Machine, NvmlReading | None]:
         ) from error
     for problem in host.problems:
         print(f"rte: {problem}", file=sys.stderr)
-    nvml = read_nvml(config)
+    nvml = ask_nvml(config)
     return assemble(host, nvml, overrides=overrides(config)), nvml
 
 
-def read_nvml(config: Config) -> NvmlReading | None:
+def ask_nvml(config: Config) -> NvmlReading | None:
     """What the driver says; None, and a line on standard error, when it says nothing."""
-    worker = NvmlWorker(on_event=lambda event: None, library_folders=lambda: nvml_folders(config))
     try:
-        return worker.reading(timeout_s=config.nvml.timeout)
+        return read_nvml(config)
     except NvmlUnavailable as error:
         print(
             f"rte: nothing from the NVIDIA driver: {error}\n"
@@ -112,5 +111,3 @@ def read_nvml(config: Config) -> NvmlReading | None:
             file=sys.stderr,
         )
         return None
-    finally:
-        worker.stop()
