@@ -1,11 +1,13 @@
 """Nodes, pods and verdicts around a real scheduler: what tests/test_scheduler.py is written in."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import msgspec
 
 from plugin.devices import Advertising, devices
 from plugin.life import DevicePlugin
@@ -15,6 +17,7 @@ from rte.graph.build import build
 from rte.graph.groups import groups
 from rte.kubelet import admission, usage
 from rte.kubelet.policy import parse_policy, read_policy
+from rte.kubelet.spec import PodSpec
 from rte.kubelet.spec import parse_pod as parse_spec
 from rte.model import (
     CpuId,
@@ -41,6 +44,7 @@ from tests.real_kubelet import Admission as RealAdmission
 from tests.real_kubelet import Json
 from tests.real_kubelet import Kubelet as RealKubelet
 from tests.real_scheduler import Scheduler
+from tests.topology_match import Seen, first, seen
 
 GPU = "nvidia.com/gpu"
 NIC = "example.com/nic"
@@ -139,34 +143,43 @@ class Cluster:
         return "; ".join(str(c.get("message")) for c in conditions if c["status"] == "False")
 
 
+def with_runtime_class(real: RealApiServer, name: str, overhead: Mapping[str, str]) -> None:
+    """Pods of this runtime class take so much more than their containers."""
+    real.apply(
+        {
+            "apiVersion": "node.k8s.io/v1",
+            "kind": "RuntimeClass",
+            "metadata": {"name": name},
+            "handler": name,
+            "overhead": {"podFixed": dict(overhead)},
+        }
+    )
+
+
 def client(real: RealApiServer) -> ApiServer:
     return ApiServer(Access(server=real.url, ca_file=real.ca, token=real.token))
 
 
 @dataclass(kw_only=True)
-class ModelNode:
-    """A node whose kubelet is rte.kubelet.admission, published by the real publisher.
+class NodeModel:
+    """A node whose kubelet is rte.kubelet.admission, and the object that we publish of it.
 
     The model decides as the real kubelet does: tests/test_admission.py compares thousands of cases.
     """
 
     name: str
-    cluster: Cluster
     machine: Machine
     state: admission.KubeletState
-    sink: ApiSink
-    api: ApiServer
     options: Mapping[str, Any] = field(default_factory=dict)  # nrt's
+    namespace: str = "default"
 
     def observation(self) -> Observation:
-        bodies, _ = self.api.list_pods(self.name)
         return Observation(
             machine=self.machine,
             usage=self.usage(),
             allocatable=admission.allocatable(self.state),
             policy=self.state.policy,
             node_allocatable=self.state.allocatable,
-            pods=tuple(sorted(map(parse_facts, bodies), key=lambda facts: facts.pod)),
         )
 
     def usage(self) -> Usage:
@@ -199,18 +212,24 @@ class ModelNode:
             **self.options,
         )
 
-    def publish(self) -> None:
-        self.sink.publish(self.body(), time.monotonic())
+    def seen(self, body: Mapping[str, Any] | None = None) -> Seen:
+        """What a scheduler that has placed the pods goes by."""
+        return seen(
+            body or self.body(),
+            node_allocatable(self.state),
+            [held.spec for held in self.state.pods.values()],
+        )
 
-    def live(self) -> Json:
-        return self.cluster.real.get(NRTS + self.name)
+    def spec(self, pod: Mapping[str, Any]) -> PodSpec:
+        metadata = {**pod["metadata"], "namespace": self.namespace}
+        return parse_spec({**pod, "metadata": metadata})
 
     def would_admit(self, pod: Mapping[str, Any]) -> bool:
         return isinstance(self.decide(pod), admission.Admitted)
 
     def decide(self, pod: Mapping[str, Any]) -> admission.Admitted | admission.Rejected:
         """What the kubelet says to the pod, which changes nothing yet."""
-        return admission.admit(self.state, parse_spec(self.in_namespace(pod)), prefer=first)
+        return admission.admit(self.state, self.spec(pod), prefer=first)
 
     def admit(self, pod: Mapping[str, Any]) -> admission.Admitted | admission.Rejected:
         answer = self.decide(pod)
@@ -219,49 +238,74 @@ class ModelNode:
         return answer
 
     def remove(self, name: str) -> None:
-        self.state = admission.without(
-            self.state, PodName(namespace=self.cluster.namespace, name=name)
-        )
-
-    def in_namespace(self, pod: Mapping[str, Any]) -> Json:
-        metadata = {**pod["metadata"], "namespace": self.cluster.namespace}
-        return {**pod, "metadata": metadata}
+        self.state = admission.without(self.state, PodName(namespace=self.namespace, name=name))
 
 
-def first(
-    resource: str, offered: Iterable[DeviceId], must: Iterable[DeviceId], size: int
-) -> list[DeviceId]:
-    """The preference of a plugin that takes what comes first."""
-    return [*must, *sorted(set(offered) - set(must))][:size]
+@dataclass(kw_only=True)
+class ModelNode(NodeModel):
+    """Such a node in a cluster, published by the real publisher."""
+
+    cluster: Cluster
+    sink: ApiSink
+
+    def observation(self) -> Observation:
+        """As of now: the publisher's list may be late, which its watch makes good."""
+        on_node = f"/api/v1/pods?fieldSelector=spec.nodeName%3D{self.name}"
+        bodies = map(msgspec.json.encode, self.cluster.real.get(on_node)["items"])
+        pods = tuple(sorted(map(parse_facts, bodies), key=lambda facts: facts.pod))
+        return replace(super().observation(), pods=pods)
+
+    def publish(self) -> None:
+        self.sink.publish(self.body(), time.monotonic())
+
+    def live(self) -> Json:
+        return self.cluster.real.get(NRTS + self.name)
+
+
+def node_allocatable(state: admission.KubeletState) -> dict[str, int]:
+    """What the kubelet's Node says, in base units; devices that turn sick later stay in it."""
+    return {**state.allocatable, **{r: len(ids) for r, ids in state.devices.items()}}
 
 
 def model_node(
-    cluster: Cluster, name: str, machine: Machine, config: Mapping[str, Any], **options: Any
+    cluster: Cluster,
+    name: str,
+    machine: Machine,
+    config: Mapping[str, Any],
+    *,
+    state: admission.KubeletState | None = None,
+    **options: Any,
 ) -> ModelNode:
     """A node with this machine and kubelet configuration, and nothing on it."""
-    state = kubelet(machine, config)
-    allocatable = {r: len(ids) for r, ids in state.devices.items()}
-    cluster.add_node(name, {**state.allocatable, **allocatable})
-    api = client(cluster.real)
+    state = state or kubelet(machine, config)
+    cluster.add_node(name, node_allocatable(state))
     return ModelNode(
         name=name,
+        namespace=cluster.namespace,
         cluster=cluster,
         machine=machine,
         state=state,
-        sink=ApiSink(api, node=name, takeover_after_s=180),
-        api=api,
+        sink=ApiSink(client(cluster.real), node=name, takeover_after_s=180),
         options=options,
     )
 
 
-def kubelet(machine: Machine, config: Mapping[str, Any]) -> admission.KubeletState:
-    """The kubelet of a recorded machine, with a core of its first NUMA node reserved."""
+def kubelet(
+    machine: Machine,
+    config: Mapping[str, Any],
+    *,
+    devices: Mapping[str, Mapping[DeviceId, tuple[NumaId, ...]]] | None = None,
+) -> admission.KubeletState:
+    """The kubelet of a machine, with a core of its first NUMA node reserved where the
+    configuration reserves none, and with the devices of our plugin where none are given."""
     nodes = [node for node in machine.numa_nodes if node.cpus]
     cores = [core for node in nodes for core in threads(node.cpus)]
     full: dict[str, Any] = {"reservedSystemCPUs": ",".join(map(str, cores[0])), **config}
     if config.get("memoryManagerPolicy") == "Static":
         limits = {"memory": str(RESERVED_MEMORY)}
-        full["reservedMemory"] = [{"numaNode": int(nodes[0].id), "limits": limits}]
+        bearer = next(node for node in nodes if node.memory_bytes)
+        full["reservedMemory"] = [{"numaNode": int(bearer.id), "limits": limits}]
+    policy = parse_policy(full)
     pages: dict[str, int] = {}
     for node in machine.numa_nodes:
         for page_bytes, count in node.huge_pages.items():
@@ -270,11 +314,11 @@ def kubelet(machine: Machine, config: Mapping[str, Any]) -> admission.KubeletSta
     memory = sum(node.memory_bytes or 0 for node in machine.numa_nodes)
     return admission.kubelet_state(
         machine.numa_nodes,
-        parse_policy(full),
+        policy,
         cores=cores,
-        devices=advertised(machine),
+        devices=advertised(machine) if devices is None else devices,
         allocatable={
-            "cpu": sum(len(node.cpus) for node in nodes) - len(cores[0]),
+            "cpu": sum(len(node.cpus) for node in nodes) - len(policy.reserved_cpus),
             "memory": memory - sum(pages.values()) - RESERVED_MEMORY,
             **{resource: size for resource, size in pages.items() if size},
         },
