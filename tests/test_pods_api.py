@@ -10,7 +10,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -570,9 +570,11 @@ def test_who_listens_there_and_speaks_another_language_is_a_problem(
 # Kubelets up to 1.36 answer before they have heard of their pods.
 
 
-def listed(*names: str, phase: str = "Running") -> dict[PodName, PodFacts]:
-    texts = [serialized(name, phase) for name in names]
-    return dict(parse_pods(texts, known={}))
+Facts = Mapping[PodName, PodFacts]
+
+
+def listed(*names: str, phase: str = "Running") -> Facts:
+    return parse_pods([serialized(name, phase) for name in names], known={})
 
 
 FIRST_LISTS: dict[str, tuple[Iterable[str], Iterable[str], bool]] = {
@@ -632,6 +634,22 @@ def test_when_the_kubelet_is_asked_again(
     code: grpc.StatusCode | None, failures: int, wait_s: float
 ) -> None:
     assert retry_s(code, failures) == wait_s
+
+
+PAUSES = {
+    "a pod ends": (60.0, listed("a", phase="Failed"), listed("a"), 0.1),
+    "it is still there": (0.4, listed("a", phase="Failed"), listed("a", phase="Failed"), 0.8),
+    "and after long": (10.0, listed("a", phase="Failed"), listed("a", phase="Failed"), 10.0),
+    "another ends": (10.0, listed("a", "b", phase="Failed"), listed("a", phase="Failed"), 0.1),
+    "none is there": (60.0, listed("a"), listed("a"), 60.0),
+}
+
+
+@pytest.mark.parametrize(("pause_s", "now", "before", "next_s"), PAUSES.values(), ids=PAUSES.keys())
+def test_how_often_the_kubelet_is_asked_though_it_tells_nothing(
+    pause_s: float, now: Facts, before: Facts, next_s: float
+) -> None:
+    assert pods.next_pause_s(pause_s, now, before) == next_s
 
 
 def test_of_two_pods_of_one_name_the_one_that_runs_counts() -> None:

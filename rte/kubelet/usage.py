@@ -66,11 +66,12 @@ def target(socket: Path) -> str:
     return f"unix:{socket.absolute()}"
 
 
-def channel(socket: Path) -> grpc.Channel:
+def channel(socket: Path, *more: tuple[str, int]) -> grpc.Channel:
     """A channel to one of the kubelet's sockets, which need not exist yet.
 
     It connects at the first call and again, without being told, when a new kubelet has put a new
-    socket in the place of the old one. Raises KubeletError when the path is too long.
+    socket in the place of the old one. `more` are options of gRPC's beside these. Raises
+    KubeletError when the path is too long.
     """
     return grpc.insecure_channel(
         target(socket),
@@ -84,6 +85,7 @@ def channel(socket: Path) -> grpc.Channel:
             ("grpc.max_reconnect_backoff_ms", 500),
             # A channel to the same path must not inherit another's back-off.
             ("grpc.use_local_subchannel_pool", 1),
+            *more,
         ],
     )
 
