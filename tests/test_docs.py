@@ -1,13 +1,14 @@
 """That the documents do not lie about what can be checked: paths, commands, options."""
 
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rte.__main__ import COMMANDS
+from rte.__main__ import COMMANDS, main
 from rte.config import options
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +70,23 @@ def test_commands_are_the_programs(document: Path) -> None:
     for text in code(document):
         for command in re.findall(r"(?:^|(?<!-n)[ /])rte ([a-z]+)", text):
             assert command in COMMANDS, f"{document.name} has `rte {command}`"
+
+
+@every_document
+def test_what_a_command_is_shown_to_print_is_what_it_prints(
+    document: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`…` stands for lines that are left out."""
+    monkeypatch.chdir(ROOT)
+    for block in FENCE.findall(document.read_text()):
+        command, *shown = block.splitlines()[1:-1] or [""]
+        if not command.startswith("$ rte ") or not shown or shown[0].startswith("$"):
+            continue
+        main(shlex.split(command)[2:])
+        printed = iter(capsys.readouterr().out.splitlines())
+        for line in shown:
+            if line != "…":
+                assert line in printed, f"{document.name}: {command} does not print {line!r}"
 
 
 @every_document
