@@ -649,7 +649,7 @@ def test_entries_of_our_own_manager_are_no_second_writer(
     assert last_foreign_writer(real.get(PATH + node)) is None
 
 
-def until(holds: Callable[[], bool], within_s: float = 10) -> None:
+def until(holds: Callable[[], bool], within_s: float = 30) -> None:
     end = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end
@@ -924,9 +924,9 @@ FAULTS = {
         None,
         None,
     ),
-    "a head that trickles": (Fault(raw=b"HTTP/1.1 200 OK\r\n" * 9, pause_s=0.05), None, None),
+    "a head that trickles": (Fault(raw=b"HTTP/1.1 200 OK\r\n" * 20, pause_s=0.05), None, None),
     "a body that trickles": (
-        Fault(raw=b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n" + b" " * 99, pause_s=0.02),
+        Fault(raw=b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n" + b" " * 999, pause_s=0.02),
         None,
         None,
     ),
@@ -948,11 +948,12 @@ def test_a_fault_is_an_error_and_the_next_request_is_right(
     sink.publish(nrt(node), 0)
     proxy.faults = [fault]
     requests = len(proxy.seen)
-    patience_s = faulty.timeout_s
+    patience_s, begun = faulty.timeout_s, time.monotonic()
     faulty.timeout_s = 0.5
     with pytest.raises(ApiError) as failed:
         sink.publish(nrt(node, available=1), 1)
     faulty.timeout_s = patience_s
+    assert time.monotonic() - begun < 8, "what trickles would take twice as long"
     assert len(proxy.seen) == requests + 1
     assert (failed.value.status, failed.value.retry_after_s) == (status, wait_s)
     assert sink.publish(nrt(node, available=1), 2).wrote.is_write
