@@ -23,6 +23,7 @@ from tests.fake_nvml import Driver
 from tests.machines.description import FOLDER
 from tests.pod_resources import PodResources
 from tests.small_kubelet import GPUS, SmallKubelet
+from tests.stopwatch import Stopwatch
 
 ROOT = Path(__file__).parent.parent
 PAIRS = "pcie-a100-pairs"
@@ -131,7 +132,7 @@ class DaemonProcess:
             return 0
         self.signal(signal.SIGTERM)
         try:
-            return self.wait(10)
+            return self.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.wait()
@@ -147,12 +148,14 @@ class DaemonProcess:
     def until(
         self, holds: Callable[[], object], what: str, *, within_s: float = PATIENCE_S
     ) -> None:
-        end = time.monotonic() + within_s
+        stopwatch = Stopwatch()
         while not holds():
             assert self.process is None or self.process.poll() is None, (
                 f"ended with {self.process.returncode}\n{self.log()[-3000:]}"
             )
-            assert time.monotonic() < end, f"not within {within_s} s: {what}\n{self.log()[-3000:]}"
+            assert not stopwatch.past(within_s), (
+                f"not within {within_s} s: {what}\n{self.log()[-3000:]}"
+            )
             time.sleep(0.01)
 
     def until_logged(self, pattern: str, *, times: int = 1) -> None:

@@ -172,7 +172,7 @@ class ApiServer:
                 if manifest:
                     self.apply(manifest)
 
-    def wait_established(self, crd_path: str, *, within_s: float = 10) -> None:
+    def wait_established(self, crd_path: str, *, within_s: float = 30) -> None:
         """Return when the kind is served, which is a moment after its condition says so."""
         end = time.monotonic() + within_s
         crd = self.get(crd_path)

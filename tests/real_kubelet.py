@@ -246,7 +246,7 @@ class Kubelet:
     def state(self) -> State:
         return msgspec.convert(self.call("state"), State)
 
-    def wait_devices(self, resource: str, count: int, *, within_s: float = 10) -> None:
+    def wait_devices(self, resource: str, count: int, *, within_s: float = 30) -> None:
         """Return when exactly `count` devices of the resource are healthy."""
         self.call("wait_devices", resource=resource, count=count, within_s=within_s)
 

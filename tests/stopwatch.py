@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 PRESSURE = Path("/proc/pressure/cpu")
+LONGEST_S = 120.0
 
 
 class Stopwatch:
@@ -17,6 +18,10 @@ class Stopwatch:
     def took_s(self) -> float:
         """Seconds until now, less those in which some task of the machine waited for a core."""
         return time.monotonic() - self.began - (stalled_s() - self.stalled)
+
+    def past(self, limit_s: float) -> bool:
+        """Whether it took longer, or so long that no busy machine is the reason."""
+        return self.took_s > limit_s or time.monotonic() - self.began > max(limit_s, LONGEST_S)
 
 
 def stalled_s() -> float:

@@ -469,8 +469,8 @@ def test_what_lasts_is_published_in_the_end(node: Node) -> None:
     node.until(lambda: node.published() == "GPU-0")
     node.pods.pods = {"a": ("GPU-0",), "b": ()}
     node.write_checkpoint({"a": ("GPU-0",), "b": ("GPU-1",)})
-    node.until(lambda: node.agent.counts.doubted == len(QUICK.doubts_s))
-    node.until(lambda: node.agent.counts.outcomes["NodeResourceTopology", "unchanged"] == 1)
+    node.until(lambda: node.agent.counts.doubted >= len(QUICK.doubts_s))
+    node.until(lambda: node.agent.counts.outcomes["NodeResourceTopology", "unchanged"] >= 1)
 
 
 def test_after_a_restart_the_kubelet_is_given_time(node: Node) -> None:

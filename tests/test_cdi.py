@@ -172,7 +172,7 @@ def test_it_is_made_anew_when_devices_change_or_somebody_removes_it(
     plugin.update(renumbered, {})
     assert "/dev/nvidia9" in file.read_text()
     file.unlink()
-    assert until(file.exists, within_s=15)
+    assert until(file.exists)
 
 
 def test_it_is_whole_whenever_it_is_read(start: Start, folder: Path) -> None:

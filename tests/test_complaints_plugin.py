@@ -363,7 +363,7 @@ def test_dra_driver_1144_and_hami_1903_a_specification_made_anew_is_read_anew(
     with pytest.raises(grpc.RpcError, match="no CDI specification lists"):
         kubelet.allocate(uuid(1))
     toolkit_spec(folder, uuid(0), uuid(1))
-    assert until(lambda: len(plugin.resources[GPU].tables.cdi_names) == 2, within_s=15)
+    assert until(lambda: len(plugin.resources[GPU].tables.cdi_names) == 2)
     kubelet.allocate(uuid(1))
 
 

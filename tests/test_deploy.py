@@ -612,7 +612,7 @@ def test_with_node_labels_it_changes_the_own_nodes_labels_and_nothing_else(
         apply_strictly(apiserver, base_role)
 
 
-def until(holds: Callable[[], bool], what: Callable[[], str], *, within_s: float = 10) -> None:
+def until(holds: Callable[[], bool], what: Callable[[], str], *, within_s: float = 30) -> None:
     """Return when it holds: what is written to the API server is in force a moment later."""
     end = time.monotonic() + within_s
     while not holds():

@@ -167,7 +167,7 @@ class Daemon:
             return 0
         self.process.send_signal(signal.SIGTERM)
         try:
-            status = self.process.wait(10)
+            status = self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.kill()
             status = self.process.wait()
@@ -186,7 +186,7 @@ class Daemon:
             return 0, ""
         return answer.status, answer.data.decode()
 
-    def until(self, holds: Callable[[], bool], what: str, *, within_s: float = 20) -> None:
+    def until(self, holds: Callable[[], bool], what: str, *, within_s: float = 30) -> None:
         end = time.monotonic() + within_s
         while not holds():
             assert self.process is not None
@@ -626,7 +626,7 @@ def test_it_does_not_start_where_the_kubelets_keys_can_be_read(daemon: Daemon) -
     (keys / "kubelet-client-current.pem").write_text("a key\n")
     daemon.start()
     assert daemon.process is not None
-    assert daemon.process.wait(20) != 0
+    assert daemon.process.wait(30) != 0
     assert str(keys) in daemon.log()
     assert sockets(daemon) == {"kubelet.sock"}
     assert daemon.nrt() is None

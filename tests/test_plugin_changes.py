@@ -82,7 +82,7 @@ class Node:
 
     def end(self) -> None:
         self.process.terminate()
-        assert self.process.wait(10) == 0, self.log.read_text()[-3000:]
+        assert self.process.wait(30) == 0, self.log.read_text()[-3000:]
 
     def write(self, **gpus: GpuReading) -> None:
         """Other hardware: `gpu2=` stands in the place of the third; NVML tells of it."""

@@ -51,7 +51,7 @@ class Process:
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        return self.process.wait(10)
+        return self.process.wait(30)
 
 
 class Node:

@@ -57,7 +57,7 @@ class Held(SimplePlugin):
 
     def Allocate(self, request: api.AllocateRequest, context: Any) -> api.AllocateResponse:
         self.asked.set()
-        assert self.may.wait(10)
+        assert self.may.wait(30)
         return super().Allocate(request, context)
 
 
@@ -122,7 +122,7 @@ def test_nics_and_gpus_of_one_container_in_both_orders(run: Run, policy: str) ->
             # Go begins a small map anywhere and goes on in the order in which it was filled.
             wanted = [GPU, SLOW, VF][:: number % 2 * 2 - 1]
             coming = node.kubelet.submit("admit", pod=pod(name, dict.fromkeys(wanted, 1)))
-            assert slow.asked.wait(10)
+            assert slow.asked.wait(30)
             has_nic, has_gpu = bool(nics.allocated), len(node.plugin.decisions) > decided
             settle(node)  # as the plugin's thread does at its next look
             slow.may.set()

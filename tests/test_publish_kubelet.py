@@ -410,7 +410,7 @@ def containers(chance: random.Random) -> list[dict[str, Any]]:
     return [container() for _ in range(chance.choice([1, 1, 1, 2]))]
 
 
-def until(holds: Callable[[], bool], within_s: float = 10) -> None:
+def until(holds: Callable[[], bool], within_s: float = 30) -> None:
     end = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < end

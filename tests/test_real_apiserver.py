@@ -134,7 +134,7 @@ def test_a_server_that_cannot_start_says_why(go_program: GoProgram) -> None:
         ApiServer(go_program("apiserver"), ["--no-such-flag"])
 
 
-def until(holds: Any, what: str, *, within_s: float = 10) -> None:
+def until(holds: Any, what: str, *, within_s: float = 30) -> None:
     """Return when it holds: what is written to the API server is in force a moment later."""
     end = time.monotonic() + within_s
     while not holds():

@@ -215,7 +215,7 @@ def test_more_events_than_the_kernel_keeps_lose_no_change(tmp_path: Path) -> Non
         go_on.set()
         seen: set[Path] = set()
         while not {second, folder} <= seen:
-            seen.add(told.get(timeout=SOON_S))
+            seen.add(told.get(timeout=SOON_S * 10))
     finally:
         go_on.set()
         running.close()
