@@ -341,6 +341,45 @@ def test_each_bad_state_is_one_line_that_says_what_to_do(
         assert "kubectl apply" in found["crd"][0]["do"]
 
 
+def test_pods_that_may_not_be_followed_are_one_line_and_no_reason_to_be_not_ready(
+    both: DaemonProcess, apiserver: ApiServer
+) -> None:
+    role = both.config["nodeName"]
+    group = "rbac.authorization.k8s.io"
+    rules = [
+        {"apiGroups": [api_group], "resources": [resource], "verbs": ["get", "create", "patch"]}
+        for api_group, resource in [
+            ("", "nodes"),
+            ("topology.node.k8s.io", "noderesourcetopologies"),
+            ("rte.dev", "gpufabrics"),
+        ]
+    ]
+    name = {"metadata": {"name": role}}
+    apiserver.create(f"/apis/{group}/v1/clusterroles", {**name, "rules": rules})
+    apiserver.create_service_account("default", role)
+    binding = {
+        **name,
+        "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": role},
+        "subjects": [{"kind": "ServiceAccount", "name": role, "namespace": "default"}],
+    }
+    apiserver.create(f"/apis/{group}/v1/clusterrolebindings", binding)
+    token = apiserver.create_token("default", role)
+    apiserver.write_kubeconfig(Path(both.config["api"]["kubeconfig"]), token=token)
+    problem = 'rte_problem{subject="pods"} 1.0'
+    both.start()
+    both.until(lambda: problem in get(both, "/metrics"), problem)
+    until_ready(both)
+    _, found = doctor(both)
+    (line,) = (row for row in found["pods"] if row["level"] == "wrong")
+    assert "not followed" in line["what"]
+    assert line["do"] == do("pods")
+    assert subjects(found) == {"pods", "rbac"}
+    assert {row["what"].split(" (for")[0] for row in found["rbac"]} == {
+        "may not list pods",
+        "may not watch pods",
+    }
+
+
 def test_what_is_chosen_to_be_so_is_said_as_advice(both: DaemonProcess) -> None:
     both.config["nrt"] |= {
         "exclude": [GPUS],
