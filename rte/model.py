@@ -473,6 +473,8 @@ class Usage:
     """Resource → node → bytes, as the Memory Manager itself has it: what a block of several nodes
     takes of each depends on what was there before it. Empty where its file is older than this
     list, or is not read."""
+    memory_groups: Mapping[NumaId, tuple[NumaId, ...]] | None = None
+    """Likewise the nodes that it has joined, by node; None where it does not say."""
     cpus_managed: frozenset[CpuId] = frozenset()
     """CPUs that the CPU Manager has in its pool or has handed out: others it has lost. Empty where
     its file is not read."""

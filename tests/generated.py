@@ -137,7 +137,7 @@ def cpu_manager(chance: Chance, nodes: Sequence[Mapping[str, Any]], kept: dict[s
                 made["featureGates"] = {"CPUManagerPolicyAlphaOptions": True}
     cpus = [cpu for node in nodes for core in node["cores"] for cpu in core]
     if chance.random() < 0.6:
-        reserved = chance.sample(cpus, k=chance.choice([1, 1, 2, 3]))
+        reserved = chance.sample(cpus, k=min(len(cpus) // 2, chance.choice([1, 1, 2, 3])))
         made["reservedSystemCPUs"] = ",".join(map(str, sorted(reserved)))
     else:
         kept["cpu"] = chance.choice(["500m", "1", "2", "2500m"])

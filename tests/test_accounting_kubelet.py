@@ -148,6 +148,21 @@ def test_a_group_whose_pod_has_ended_is_counted_as_its_next_pod_will_find_it(sta
     assert node.available("memory") == left
 
 
+def test_a_block_of_one_node_takes_it_out_of_the_group(start: Start) -> None:
+    """In pod scope no hint says that a sidecar alone asks for huge pages: it gets them of two nodes
+    even under single-numa-node, and the next container memory of one of them."""
+    machine = numa_nodes(cpus=16, memory="16Gi", hugepages={"1Gi": 1})
+    node = start({**SINGLE, "topologyManagerScope": "pod"}, machine=machine)
+    body = pod(
+        "a",
+        {"cpu": 2, "memory": "64Mi"},
+        init=[{"cpu": 2, "memory": "1Gi", "hugepages-1Gi": "2Gi"}],
+    )
+    body["spec"]["initContainers"][0]["restartPolicy"] = "Always"
+    assert node.admit(body).admitted
+    assert sorted(node.available("memory")) == [0, (16 - 1 - 1) * (1 << 30) - (164 << 20)]
+
+
 def test_a_group_ends_with_the_policy_that_allowed_it(start: Start) -> None:
     node = start(BEST)
     node.run("wide", {"cpu": 2, "memory": "90Gi"})

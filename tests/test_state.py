@@ -112,7 +112,10 @@ MEMORY = {
         "data": json.dumps(
             {
                 "machineState": {
-                    "1": {"memoryMap": {"memory": {"total": 9, "free": 4, "reserved": 3}}}
+                    "1": {
+                        "memoryMap": {"memory": {"total": 9, "free": 4, "reserved": 3}},
+                        "cells": [1, 0],
+                    }
                 },
                 "entries": {"uid-a": {"c": [block(5, 0, 1)]}},
             }
@@ -124,15 +127,16 @@ MEMORY = {
 @pytest.mark.parametrize("content", MEMORY.values(), ids=MEMORY.keys())
 def test_bound_memory_is_read(tmp_path: Path, content: dict[str, Any]) -> None:
     numa = (NumaId(0), NumaId(1))
-    held, free, taken = read_memory(write(tmp_path / MEMORY_STATE, content))
+    held, free, taken, cells = read_memory(write(tmp_path / MEMORY_STATE, content))
     assert held == {A: (MemoryBlock(type="memory", size_bytes=5, numa=numa),)}
     assert free == ({"memory": {NumaId(1): 4}} if "data" in content else {})
+    assert cells == ({NumaId(1): numa} if "data" in content else {NumaId(0): numa[:1]})
     assert taken == ({"memory": {NumaId(1): 3}} if "data" in content else {})
 
 
 def test_pod_level_memory_is_held_by_the_pod(tmp_path: Path) -> None:
     content = {"podEntries": {"uid-a": {"memoryBlocks": [block(5, 0)]}}}
-    (holder,), _, _ = read_memory(write(tmp_path / MEMORY_STATE, content))
+    (holder,), *_ = read_memory(write(tmp_path / MEMORY_STATE, content))
     assert holder == (PodUid("uid-a"), "")
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from rte.kubelet.memory import memory_free
+from rte.kubelet.memory import with_memory
 from rte.kubelet.state import HandedOut, Holder, PodUid
 from rte.model import (
     ContainerUse,
@@ -52,7 +52,7 @@ def with_ended(
         ),
         cpus_managed=handed_out.shared_cpus.union(*handed_out.cpus.values()),
     )
-    return replace(whole, memory_free=memory_free(whole, handed_out))
+    return with_memory(whole, handed_out)
 
 
 def _with_unlisted(

@@ -55,6 +55,8 @@ class HandedOut:
     """Resource → node → bytes that the Memory Manager has left."""
     memory_taken: Mapping[str, Mapping[NumaId, int]] = field(default_factory=dict)
     """Likewise what it has given away."""
+    memory_cells: Mapping[NumaId, tuple[NumaId, ...]] = field(default_factory=dict)
+    """The nodes that the Memory Manager has joined with each, itself among them."""
     registered: Mapping[str, frozenset[DeviceId]] = field(default_factory=dict)
     """Healthy devices by resource, as of the checkpoint's last writing."""
 
@@ -78,6 +80,7 @@ def read_handed_out(root: Path, plugin_dir: Path) -> HandedOut:
         memory=memory.held,
         memory_free=memory.free,
         memory_taken=memory.taken,
+        memory_cells=memory.cells,
     )
 
 
@@ -204,6 +207,7 @@ class _Table(msgspec.Struct):
 
 class _Node(msgspec.Struct):
     memoryMap: dict[str, _Table] | None = None
+    cells: list[int] | None = None
 
 
 class _MemoryState(msgspec.Struct):
@@ -217,16 +221,18 @@ class Memory(NamedTuple):
     held: dict[Holder, tuple[MemoryBlock, ...]]
     free: dict[str, dict[NumaId, int]]
     taken: dict[str, dict[NumaId, int]]
+    cells: dict[NumaId, tuple[NumaId, ...]]
 
 
 def read_memory(path: Path) -> Memory:
-    """Bound memory by holder, and what is free and what taken by resource and node.
+    """Bound memory by holder, what is free and what taken by resource and node, and the nodes that
+    are joined.
 
     What an init container handed on has size 0 and is left out.
     """
     text = _content(path)
     if text is None:
-        return Memory({}, {}, {})
+        return Memory({}, {}, {}, {})
     state = _decoded(path, text, _MemoryState)
     if state.data:
         state = _decoded(path, state.data.encode(), _MemoryState)
@@ -239,12 +245,15 @@ def read_memory(path: Path) -> Memory:
         held[PodUid(pod), ""] = _blocks(whole.memoryBlocks or ())
     free: dict[str, dict[NumaId, int]] = {}
     taken: dict[str, dict[NumaId, int]] = {}
+    cells: dict[NumaId, tuple[NumaId, ...]] = {}
     for text_of_node, here in (state.machineState or {}).items():
         node = _node(path, text_of_node)
+        cells[node] = tuple(sorted(map(NumaId, here.cells or [node])))
         for name, table in (here.memoryMap or {}).items():
             free.setdefault(name, {})[node] = table.free
             taken.setdefault(name, {})[node] = table.reserved
-    return Memory({holder: blocks for holder, blocks in held.items() if blocks}, free, taken)
+    held = {holder: blocks for holder, blocks in held.items() if blocks}
+    return Memory(held, free, taken, cells)
 
 
 def _blocks(blocks: list[_Block] | tuple[()]) -> tuple[MemoryBlock, ...]:

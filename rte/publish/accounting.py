@@ -85,7 +85,7 @@ def accounts(
     resources count as available."""
     if ignored:
         counted = tuple(pod for pod in observation.usage.pods if pod.pod not in ignored)
-        usage = replace(observation.usage, pods=counted, memory_free={})
+        usage = replace(observation.usage, pods=counted, memory_free={}, memory_groups=None)
         observation = replace(observation, usage=usage)
     nodes = zone_nodes(observation.machine)
     zones = {node.id: number for number, node in enumerate(nodes)}
@@ -183,6 +183,8 @@ def memory_groups(usage: Usage) -> dict[NumaId, tuple[NumaId, ...]]:
 
     None of them can be used alone until the last pod of the group has gone.
     """
+    if usage.memory_groups is not None:
+        return dict(usage.memory_groups)
     groups: dict[NumaId, tuple[NumaId, ...]] = {}
     for pod in usage.pods:
         for block in pod.memory_blocks():
