@@ -1,16 +1,19 @@
 """`rte run` as a process for many random steps: a real kubelet's managers, a real API server behind
 a proxy that injects faults, NVML over the fake library.
 
-After each step the published object is what a recount from the kubelet's own files says, and while
-nothing happens nothing is written. RTE_SOAK_STEPS says how many steps (2 000 with --long), and
-RTE_SOAK_SEED which.
+After each step the published object is what a recount from the kubelet's own files says. A watcher
+sees each version in between: none changes nothing, and none offers more than there was at any
+moment since the last one that was right. While nothing happens nothing is written. RTE_SOAK_STEPS
+says how many steps (2 000 with --long), and RTE_SOAK_SEED which.
 """
 
+import contextlib
 import itertools
 import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -32,8 +35,9 @@ from tests.machines.description import FOLDER
 from tests.real_apiserver import MERGE
 from tests.real_apiserver import ApiServer as RealApiServer
 from tests.real_kubelet import Kubelet, pod
-from tests.recount import GPU, Zones, gpu_nodes, published, recount_all
+from tests.recount import GPU, Counted, Zones, gpu_nodes, published, recount_all
 from tests.simple_plugin import SimplePlugin
+from tests.versions import Versions
 
 ROOT = Path(__file__).parents[1]
 CRDS = ROOT / "crds"
@@ -47,6 +51,8 @@ IDLE_EVERY, IDLE_S = 200, 2.0
 SETTLED_S = 3.0
 """After the figures are right: a doubt may still hold back what else the object says."""
 RIGHT_WITHIN_S = 20.0
+BACKOFF_S = 40.0
+NOTHING = Counted(0, 0, 0)
 NUMBERS = itertools.count()
 CONFIG = {
     "topologyManagerPolicy": "single-numa-node",
@@ -62,6 +68,14 @@ FAULTS = {
     "a lost answer": [Fault(503, after=True)],
     "no answer": [Fault()],
     "unauthorized": [Fault(401)],
+    "forbidden": [Fault(403)],
+    "a proxy's page": [Fault(502, (("Content-Type", "text/html"),), b"<html>")],
+    "a redirect": [Fault(302, (("Location", "/"),))],
+    "no JSON": [Fault(200, body=b"[1"), Fault(200, body=b"[1", after=True)],
+    "a connection that ends": [Fault(raw=b""), Fault(raw=b"", after=True)],
+    "half an answer": [Fault(raw=b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\n\r\n{", after=True)],
+    "an answer that trickles": [Fault(raw=b"HTTP/1.1 200 OK\r\n" * 9, pause_s=0.02)],
+    "no HTTP": [Fault(raw=b"SSH-2.0-OpenSSH_9.6\r\n")],
 }
 
 
@@ -73,6 +87,7 @@ class World:
     ) -> None:
         self.name = f"soak-{next(NUMBERS)}"
         self.real = real
+        self.versions = Versions(real, PATH, self.name)
         self.proxy = proxy
         self.folder = folder
         machine = read_recorded(RECORDED)
@@ -86,6 +101,8 @@ class World:
         self.ended: list[str] = []  # pods that have ended and are still there
         self.sick: dict[str, str] = {}  # GPU → line of the control file
         self.done: Counter[str] = Counter()
+        self.states: list[Zones] = []  # what was right, one after the other, since the last check
+        self.checked = 0  # versions of the object
         self.process: subprocess.Popen[bytes] | None = None
         self.port = 0
         real.create_node(self.name)
@@ -158,16 +175,54 @@ class World:
 
     def until_right(self) -> float:
         begun = time.monotonic()
-        while published(self.body()) != self.expected():
+        right = self.note()
+        while published(body := self.body()) != right or self.unhealthy(body) != set(self.sick):
             assert self.process is not None
             assert self.process.poll() is None, self.log()
             if time.monotonic() > begun + RIGHT_WITHIN_S:
-                assert published(self.body()) == self.expected(), (self.done, self.log())
+                assert published(self.body()) == right, (self.done, self.log())
+                assert self.unhealthy(body) == set(self.sick), (self.done, self.log())
             time.sleep(0.005)
-        return time.monotonic() - begun
+        took = time.monotonic() - begun
+        self.check_versions(body["metadata"]["resourceVersion"])
+        self.states = [right]
+        return took
+
+    def note(self) -> Zones:
+        """The state as it is; all that were are kept until the next check."""
+        self.states.append(self.expected())
+        return self.states[-1]
+
+    def unhealthy(self, body: Mapping[str, Any]) -> set[str]:
+        """UUIDs of the GPUs that the object calls unhealthy."""
+        named = {f"gpu-{number}": uuid for uuid, number in self.numbers.items()}
+        return {
+            named[zone["name"]]
+            for zone in body["zones"]
+            if zone["type"] == "GPU"
+            and {"name": "health", "value": "unhealthy"} in zone["attributes"]
+        }
+
+    def check_versions(self, last: str) -> None:
+        """Each version since the last check says something new, and no more than was true."""
+        bodies = self.versions.until(last)
+        assert all(bodies), "the object was deleted"
+        for number in range(self.checked, len(bodies)):
+            body = bodies[number]
+            assert not number or difference(bodies[number - 1], body), (body, self.log())
+            for zone, resources in published(body).items():
+                for resource, counted in resources.items():
+                    was = [state[zone].get(resource, NOTHING) for state in self.states]
+                    most = Counted(*map(max, zip(*was, strict=True)))
+                    assert all(a <= b for a, b in zip(counted, most, strict=True)), (
+                        f"{zone} {resource}: {counted} published, {was} true",
+                        self.log(),
+                    )
+        self.checked = len(bodies)
 
     def until_no_problem(self) -> None:
-        end = time.monotonic() + 5
+        """After faults one request more may be waited with for a while."""
+        end = time.monotonic() + BACKOFF_S
         while self.metric("rte_problem"):
             assert time.monotonic() < end, self.log()
             time.sleep(0.1)
@@ -189,6 +244,7 @@ class World:
         else:
             self.ended.append(name)
             self.done["rejected"] += 1
+        self.note()
         self.say(name, "Running" if admission.admitted else "Failed")
 
     def say(self, name: str, phase: str) -> None:
@@ -202,6 +258,7 @@ class World:
         name = chance.choice(sorted(self.alive))
         self.kubelet.remove(name)
         del self.alive[name]
+        self.note()
         self.forget(name)
 
     def forget(self, name: str) -> None:
@@ -215,6 +272,7 @@ class World:
         phase = chance.choice(["Succeeded", "Failed"])
         self.kubelet.finish(name, phase=phase)
         del self.alive[name]
+        self.note()
         self.say(name, phase)
         self.ended.append(name)
 
@@ -245,6 +303,7 @@ class World:
 
     def restart_kubelet(self, chance: random.Random) -> None:
         self.nics.stop()
+        had_nics, self.has_nics = self.has_nics, False
         self.kubelet.kill()
         time.sleep(chance.choice([0, 0.3]))
         self.kubelet.start()
@@ -255,6 +314,8 @@ class World:
             del self.alive[name]
             self.say(name, "Failed")
             self.ended.append(name)
+        self.note()
+        self.has_nics = had_nics
         if self.has_nics:
             self.nics.serve(self.kubelet.plugin_dir)
             self.kubelet.wait_devices(OTHER, len(NICS))
@@ -270,7 +331,13 @@ class World:
 
     def disturb(self, chance: random.Random) -> None:
         """The next requests fail; what changes meanwhile is not lost."""
-        self.proxy.faults = list(FAULTS[chance.choice(sorted(FAULTS))])
+        kind = chance.choice([*sorted(FAULTS), "all connections end"])
+        self.done[kind] += 1
+        self.proxy.faults = list(FAULTS.get(kind, ()))
+        if kind not in FAULTS:
+            for connection in tuple(self.proxy.connections):
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
         for step in chance.choices([self.admit, self.remove], k=2):
             step(chance)
 
@@ -287,7 +354,7 @@ class World:
             self.clear: 4,
             self.sicken: 6,
             self.plug: 4,
-            self.disturb: 8,
+            self.disturb: 14,
             self.burst: 4,
             self.restart_kubelet: 2,
             self.restart_daemon: 0.7,
@@ -347,8 +414,6 @@ def containers(chance: random.Random, count: int) -> list[Mapping[str, str | int
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -360,11 +425,12 @@ def world(kubelet: StartKubelet, apiserver: RealApiServer, tmp_path: Path) -> It
     apiserver.apply_files(*sorted(CRDS.glob("*/crd.yaml")))
     with FaultyProxy(apiserver) as proxy:
         world = World(kubelet, apiserver, proxy, tmp_path)
-        world.start()
-        yield world
-        for name in (*world.alive, *world.ended):
-            world.forget(name)
-        world.end()
+        with world.versions:
+            world.start()
+            yield world
+            for name in (*world.alive, *world.ended):
+                world.forget(name)
+            world.end()
 
 
 def test_every_published_state_is_what_a_recount_says(
@@ -380,15 +446,18 @@ def test_every_published_state_is_what_a_recount_says(
         kind = world.step(chance)
         took.setdefault(kind, []).append(world.until_right())
         if number % IDLE_EVERY == 0 or number == steps:
+            world.until_no_problem()
             time.sleep(SETTLED_S)
             body, writes = world.body(), world.metric("rte_writes_total")
             time.sleep(IDLE_S)
-            assert difference(body, world.body()) == [], world.log()
+            after = world.body()
+            assert not (changed := difference(body, after)), (changed, world.log())
+            assert after["metadata"]["resourceVersion"] == body["metadata"]["resourceVersion"]
             assert world.metric("rte_writes_total") == writes, world.log()
-            world.until_no_problem()
+            assert not world.metric("rte_problem"), world.log()
     world.until_right()
     assert all(is_of_this_node(world, path) for _, path in world.proxy.asked), world.proxy.asked
-    print(f"\n{steps} steps, seed {seed}: {dict(world.done)}")
+    print(f"\n{steps} steps, seed {seed}, {world.checked} versions: {dict(world.done)}")
     for kind, times in sorted(took.items()):
         times.sort()
         middle, last = times[len(times) // 2], times[-1]
