@@ -28,7 +28,7 @@ from rte.graph.build import Graph, build
 from rte.graph.groups import Group
 from rte.kubelet.spec import PodSpec
 from rte.metrics import Measured
-from rte.model import Faults, Machine, Observation, PodName
+from rte.model import ContainerUse, Faults, Machine, Observation, PodName, Usage
 from rte.publish.access import ApiError
 from rte.publish.nrt import KIND
 from rte.publish.publisher import FolderSink, Outcome
@@ -228,8 +228,8 @@ class DemoNode:
 
     def settle(self) -> None:
         """Returns when the published objects say what the kubelet has handed out."""
-        usage = self.kubelet.usage()
-        if not self.journal.wait(lambda said: said.usage == usage, WITHIN_S):
+        given = handed_out(self.kubelet.usage())
+        if not self.journal.wait(lambda said: handed_out(said.usage) == given, WITHIN_S):
             problems = [f"{name}: {words}" for name, words in self.agent.not_ready().items()]
             raise DemoFailed(
                 f"nothing was published within {WITHIN_S:g} s; "
@@ -239,6 +239,11 @@ class DemoNode:
     def topology(self) -> Body:
         """The NodeResourceTopology as it is published now."""
         return [written.body for written in self.journal.written if written.kind == KIND][-1]
+
+
+def handed_out(usage: Usage) -> Mapping[PodName, tuple[ContainerUse, ...]]:
+    """What PodResources lists of it; the publisher knows more, from the kubelet's files."""
+    return {pod.pod: pod.containers for pod in usage.pods}
 
 
 def configuration(kubelet: StandIn) -> Config:
