@@ -75,6 +75,17 @@ class Node:
         path = self.kubelet.plugin_dir / "kubelet_internal_checkpoint"
         return set(json.loads(path.read_text())["Data"]["RegisteredDevices"].get(resource) or ())
 
+    def until_answers(self) -> None:
+        """Return when the channel has found the kubelet's new socket."""
+        end = time.monotonic() + 10
+        while True:
+            try:
+                usage.read_usage(self.channel, 5)
+                return
+            except usage.KubeletError:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+
     def admit(self, body: Mapping[str, Any]) -> Admission:
         admission = self.kubelet.admit(body)
         if admission.admitted:

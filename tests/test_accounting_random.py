@@ -149,6 +149,7 @@ class World:
             if not any(words in str(error) for words in UNDONE):
                 raise
             raise CannotStart from error
+        node.until_answers()
         phases = {state.name: state.phase for state in node.kubelet.state().pods}
         for name in sorted(node.alive):
             if phases[name] != "Running":
