@@ -16,10 +16,17 @@ def test_go_is_formatted() -> None:
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == ""
 
 
+def use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs come from a folder and are kept in it; what Go itself has compiled stays known."""
+    compiled = gobuild.run_go(gobuild.toolchain()[0], "env", "GOCACHE").strip()
+    monkeypatch.setenv("GOCACHE", compiled)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(gobuild, "MODULE", folder)
+
+
 @pytest.mark.usefixtures("go_program")
 def test_a_program_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gobuild, "MODULE", tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    use(tmp_path, monkeypatch)
     (tmp_path / "go.mod").write_text("module test\n\ngo 1.26.0\n")
     (tmp_path / "go.sum").touch()
     (tmp_path / "hello").mkdir()
@@ -45,8 +52,7 @@ def test_a_program_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_folder_that_is_a_module_is_built_by_its_own_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gobuild, "MODULE", tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    use(tmp_path, monkeypatch)
     (tmp_path / "go.mod").write_text("module test\n\ngo 1.26.0\n")
     own = tmp_path / "hello"
     own.mkdir()
