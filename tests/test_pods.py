@@ -160,6 +160,7 @@ RETRIES = {
 @pytest.mark.parametrize(("error", "failures", "wait_s"), RETRIES.values(), ids=RETRIES.keys())
 def test_when_the_list_is_asked_again(error: ApiError, failures: int, wait_s: float) -> None:
     assert retry_s(error, failures, chance=0) == wait_s
+    assert retry_s(error, failures, chance=0.5) in (wait_s * 0.75, wait_s * 1.25)
 
 
 def pod(**spec: Any) -> bytes:

@@ -136,3 +136,28 @@ def test_a_spoilt_configuration_leaves_the_old_one_in_force_and_is_said(
     daemon.until(lambda: published(daemon) != before, "the mended one counts")
     daemon.until(lambda: problem not in metrics(daemon), "in order")
     assert daemon.end() == 0
+
+
+def test_an_exporters_daemon_set_publishes(daemon: DaemonProcess) -> None:
+    """Its container's arguments, and its file with what is left out."""
+    extra = daemon.folder / "extra.yaml"
+    extra.write_text('resourceExclude:\n  "*": [nvidia.com/gpu]\n')
+    arguments = [
+        "--dump-config=.log",
+        "--sleep-interval=10s",
+        "--metrics-mode=disabled",
+        "--metrics-want-cli-auth=false",
+        f"--sysfs={daemon.sys}",
+        f"--kubelet-config-file={daemon.folder}/config.yaml",
+        f"--podresources-socket=unix://{daemon.folder}/pod-resources/kubelet.sock",
+        "--notify-file=/host-run/rte/notify",
+        "-v=4",
+    ]
+    out = str(daemon.folder / "out")
+    daemon.start(*arguments, "--config-file", str(extra), "--out", out, "--oneshot")
+    assert daemon.wait() == 0
+    assert "nodeName: node-a" in daemon.log()
+    assert attribute(daemon, "topologyManagerPolicy") == "restricted"
+    zones = [zone for zone in published(daemon)["zones"] if zone["type"] == "Node"]
+    assert zones
+    assert not [r for z in zones for r in z.get("resources", ()) if r["name"] == "nvidia.com/gpu"]

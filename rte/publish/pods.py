@@ -135,13 +135,11 @@ class PodWatch:
 
 
 def retry_s(error: ApiError, failures: int, *, chance: float) -> float:
-    """How long to wait after the n-th failure in a row."""
-    if error.status == 410:
-        return RETRY_FIRST_S
-    if error.status == 403:
-        return FORBIDDEN_RETRY_S
-    wait_s = min(RETRY_FIRST_S * 2.0 ** min(failures - 1, 30), RETRY_LONGEST_S)
-    return max(wait_s * (1 - chance / 2), error.retry_after_s or 0)
+    """How long to wait after the n-th failure in a row: never as long as all other nodes, whose
+    watches an API server ends together."""
+    fixed_s = {410: RETRY_FIRST_S, 403: FORBIDDEN_RETRY_S}.get(error.status or 0)
+    wait_s = fixed_s or min(RETRY_FIRST_S * 2.0 ** min(failures - 1, 30), RETRY_LONGEST_S)
+    return max(wait_s * (1 - chance / 2), (error.retry_after_s or 0) * (1 + chance / 2))
 
 
 # A pod's JSON, as far as it matters
