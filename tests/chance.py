@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from rte.kubelet.admission import KubeletState
+from rte.kubelet.node import KubeletState
 from rte.kubelet.spec import parse_pod, pod_total
 from rte.model import CpuId, DeviceId, Machine, NumaId, NumaNode, thousandths
 from tests.real_kubelet import Json, pod

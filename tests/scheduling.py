@@ -16,6 +16,7 @@ from rte.agent import Agent, Kubelet, Reason, Sources
 from rte.graph.build import build
 from rte.graph.groups import groups
 from rte.kubelet import admission, usage
+from rte.kubelet import node as kubelet_node
 from rte.kubelet.policy import parse_policy, read_policy
 from rte.kubelet.spec import PodSpec
 from rte.kubelet.spec import parse_pod as parse_spec
@@ -169,7 +170,7 @@ class NodeModel:
 
     name: str
     machine: Machine
-    state: admission.KubeletState
+    state: kubelet_node.KubeletState
     options: Mapping[str, Any] = field(default_factory=dict)  # nrt's
     namespace: str = "default"
 
@@ -177,7 +178,7 @@ class NodeModel:
         return Observation(
             machine=self.machine,
             usage=self.usage(),
-            allocatable=admission.allocatable(self.state),
+            allocatable=kubelet_node.allocatable(self.state),
             policy=self.state.policy,
             node_allocatable=self.state.allocatable,
         )
@@ -185,7 +186,7 @@ class NodeModel:
     def usage(self) -> Usage:
         """What PodResources lists, with what the kubelet's files add to it (rte.kubelet.ended)."""
         pods = []
-        for pod in admission.usage(self.state).pods:
+        for pod in kubelet_node.usage(self.state).pods:
             listed = {container.name for container in pod.containers}
             held = self.state.pods[pod.pod].containers
             pods.append(replace(pod, ended=tuple(c for c in held if c.name not in listed)))
@@ -238,7 +239,7 @@ class NodeModel:
         return answer
 
     def remove(self, name: str) -> None:
-        self.state = admission.without(self.state, PodName(namespace=self.namespace, name=name))
+        self.state = kubelet_node.without(self.state, PodName(namespace=self.namespace, name=name))
 
 
 @dataclass(kw_only=True)
@@ -262,7 +263,7 @@ class ModelNode(NodeModel):
         return self.cluster.real.get(NRTS + self.name)
 
 
-def node_allocatable(state: admission.KubeletState) -> dict[str, int]:
+def node_allocatable(state: kubelet_node.KubeletState) -> dict[str, int]:
     """What the kubelet's Node says, in base units; devices that turn sick later stay in it."""
     return {**state.allocatable, **{r: len(ids) for r, ids in state.devices.items()}}
 
@@ -273,7 +274,7 @@ def model_node(
     machine: Machine,
     config: Mapping[str, Any],
     *,
-    state: admission.KubeletState | None = None,
+    state: kubelet_node.KubeletState | None = None,
     **options: Any,
 ) -> ModelNode:
     """A node with this machine and kubelet configuration, and nothing on it."""
@@ -295,7 +296,7 @@ def kubelet(
     config: Mapping[str, Any],
     *,
     devices: Mapping[str, Mapping[DeviceId, tuple[NumaId, ...]]] | None = None,
-) -> admission.KubeletState:
+) -> kubelet_node.KubeletState:
     """The kubelet of a machine, with a core of its first NUMA node reserved where the
     configuration reserves none, and with the devices of our plugin where none are given."""
     nodes = [node for node in machine.numa_nodes if node.cpus]
@@ -312,7 +313,7 @@ def kubelet(
             resource = huge_pages_name(page_bytes)
             pages[resource] = pages.get(resource, 0) + page_bytes * count
     memory = sum(node.memory_bytes or 0 for node in machine.numa_nodes)
-    return admission.kubelet_state(
+    return kubelet_node.kubelet_state(
         machine.numa_nodes,
         policy,
         cores=cores,

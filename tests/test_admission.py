@@ -8,20 +8,10 @@ from typing import Any
 
 import pytest
 
-from rte.kubelet.admission import (
-    Admitted,
-    KubeletState,
-    PluginError,
-    Rejected,
-    admit,
-    allocatable,
-    kubelet_state,
-    not_followed,
-    usage,
-    without,
-)
+from rte.kubelet.admission import Admitted, PluginError, Rejected, admit, not_followed
 from rte.kubelet.cpus import CpuTopology, take
 from rte.kubelet.hints import Hint, best_hint, bits, mask
+from rte.kubelet.node import KubeletState, allocatable, kubelet_state, usage, without
 from rte.kubelet.policy import parse_policy
 from rte.kubelet.spec import PodSpec, parse_pod
 from rte.model import (

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rte.kubelet.admission import Admitted, KubeletState
+from rte.kubelet.admission import Admitted
+from rte.kubelet.node import KubeletState
 from rte.kubelet.spec import PodSpec
 from rte.model import CpuId, DeviceId, Machine, NumaId, NumaNode, Scope, TopologyManagerPolicy
 from tests.chance import OVERHEAD, RUNTIME_CLASS

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
-from rte.kubelet.admission import Admitted, KubeletState, MemoryState, admit, needed
+from rte.kubelet.admission import Admitted, admit, needed
+from rte.kubelet.node import KubeletState, MemoryState
 from rte.kubelet.spec import ContainerSpec, PodSpec
 from rte.model import DeviceId, DeviceUse, NumaId, Scope, TopologyManagerPolicy, thousandths
 from rte.publish.fingerprint import is_memory, is_native

@@ -18,18 +18,9 @@ from rte.commands import parts
 from rte.config import Config, ConfigError
 from rte.graph.build import Graph
 from rte.graph.parts import Sharing
-from rte.kubelet.admission import (
-    Admitted,
-    KubeletState,
-    MemoryState,
-    PluginError,
-    Rejected,
-    admit,
-    allocatable,
-    kubelet_state,
-    usage,
-)
+from rte.kubelet.admission import Admitted, PluginError, Rejected, admit
 from rte.kubelet.cpus import take
+from rte.kubelet.node import KubeletState, MemoryState, allocatable, kubelet_state, usage
 from rte.kubelet.policy import parse_policy
 from rte.kubelet.spec import ContainerSpec, PodSpec
 from rte.model import (

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from plugin.decisions import Call, Decision
 from rte.graph.build import Graph
 from rte.graph.choose import choose
-from rte.kubelet.admission import Admitted, KubeletState, Rejected
+from rte.kubelet.admission import Admitted, Rejected
+from rte.kubelet.node import KubeletState
 from rte.kubelet.spec import PodSpec, pod_total
 from rte.model import ContainerUse, DeviceId, ranges
 from rte.view.ink import Ink

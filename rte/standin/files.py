@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rte.kubelet.admission import KubeletState, MemoryState
+from rte.kubelet.node import KubeletState, MemoryState
 from rte.model import ContainerUse, DeviceUse, PodName, ranges
 
 

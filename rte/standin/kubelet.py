@@ -19,19 +19,10 @@ import grpc
 
 from plugin.api import deviceplugin_pb2 as plugin_api
 from plugin.api import deviceplugin_pb2_grpc as plugin_rpc
-from rte.kubelet.admission import (
-    Admitted,
-    KubeletState,
-    Rejected,
-    admit,
-    allocatable,
-    kubelet_state,
-    node_memory,
-    usage,
-    without,
-)
+from rte.kubelet.admission import Admitted, Rejected, admit
 from rte.kubelet.api import podresources_pb2 as api
 from rte.kubelet.api import podresources_pb2_grpc as rpc
+from rte.kubelet.node import KubeletState, allocatable, kubelet_state, node_memory, usage, without
 from rte.kubelet.policy import API_VERSION, KIND, parse_policy
 from rte.kubelet.spec import PodSpec
 from rte.kubelet.state import CPU_STATE, DEVICE_CHECKPOINT, MEMORY_STATE
