@@ -265,6 +265,7 @@ class Agent:
         self._other_failures = 0  # in a row
         self._others_at = 0.0  # when they are tried again
         self._is_held = False
+        self._is_failing = False  # something, since the last good look
         self._busy_since: float | None = None
         self._unanswered: dict[Reason, float] = {}  # reasons until a look is published
         self._watch: FileWatch | None = None
@@ -403,13 +404,15 @@ class Agent:
             code = error.code.name if error.code else "OTHER"
             longest_s = self._pacer.pace.retry_kubelet_s
             self._fail("kubelet", code, str(error), longest_s=longest_s)
-            self._tell_stale()
         except ApiError as error:
             self._sink_is_due = True
             self._fail("API server", error.reason, in_words(error), after_s=error.retry_after_s)
         else:
             if Due.REREAD in due:
                 self._reread(now)
+        finally:
+            if self._is_failing:
+                self._tell_stale()
 
     def _fail(
         self,
@@ -420,6 +423,7 @@ class Agent:
         after_s: float | None = None,
         longest_s: float | None = None,
     ) -> None:
+        self._is_failing = True
         self.counts.failures[subject, reason] += 1
         self.problems.report(subject, words)
         with self._condition:
@@ -645,6 +649,7 @@ class Agent:
         log.warning("published that nothing has been known for %.0f s", late_s)
 
     def _pacer_looked(self, now: float, *, wrote: bool, wakes: bool = False) -> None:
+        self._is_failing = False
         with self._condition:
             self._pacer.looked(now, wrote=wrote, wakes=wakes)
             if self._node_failures:

@@ -661,6 +661,21 @@ def test_a_bug_that_does_not_come_again_is_no_problem_any_more(node: Node) -> No
     assert node.writes() == 1
 
 
+def test_a_bug_that_stays_makes_the_object_say_since_when(make_node: MakeNode) -> None:
+    node = make_node(replace(QUICK, stale_s=0.3))
+    node.pods.start()
+    node.agent.start()
+    node.until(lambda: node.published() == "")
+    flaky = Flaky(node.hardware.latest, bugs=1_000_000)
+    node.agent._hardware = flaky  # type: ignore[assignment]
+    node.agent.wake(Reason.HARDWARE)
+    node.until(lambda: "staleSince" in node.attributes())
+    assert "agent" in node.agent.not_ready()
+    flaky.bugs = 0
+    node.until(lambda: "staleSince" not in node.attributes())
+    node.until(lambda: not node.agent.not_ready())
+
+
 def test_a_reason_that_comes_during_a_look_is_answered_by_another(node: Node) -> None:
     """Such as the restart of a kubelet, which makes doubtful what that look has read."""
 

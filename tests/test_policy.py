@@ -292,13 +292,16 @@ def policy_word(found: Configuration) -> str:
     return policy.topology_manager.value
 
 
-def test_the_running_kubelets_command_line_names_file_drop_ins_and_flags(tmp_path: Path) -> None:
+def test_the_running_kubelets_command_line_names_file_drop_ins_and_flags(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = write(tmp_path / "k.yaml", "topologyManagerPolicy: restricted\n")
     write(tmp_path / "k.d" / "10.conf", "topologyManagerScope: pod\n")
     arguments = [
         f"--config={file}",
         f"--config-dir={tmp_path / 'k.d'}",
         "--cpu-manager-policy=static",
+        "--root-dir=/data/kubelet",
     ]
     process = subprocess.Popen(
         ["kubelet", "-c", "import sys; sys.stdin.read()", *arguments],
@@ -308,10 +311,14 @@ def test_the_running_kubelets_command_line_names_file_drop_ins_and_flags(tmp_pat
     try:
         mine = [k for k in read_kubelet_commands() if k.pid == process.pid]
         assert [k.config for k in mine] == [file]
-        policy = configuration(tmp_path, command=True, configz=unanswered).read()
+        found = configuration(tmp_path, command=True, configz=unanswered)
+        policy, again = found.read(), found.read()
     finally:
         process.communicate()
     assert policy is not None
+    assert policy == again
+    (said,) = caplog.messages
+    assert "--root-dir is /data/kubelet" in said
     assert (policy.topology_manager, policy.scope, policy.cpu_manager) == (
         "restricted",
         "pod",

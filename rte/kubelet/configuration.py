@@ -3,6 +3,7 @@ kubelet itself (/configz), or the file where kubeadm puts it."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from rte.kubelet.policy import (
     read_policy,
 )
 from rte.model import Policy
+
+log = logging.getLogger(__name__)
 
 
 class Unanswered(PolicyError):
@@ -35,10 +38,11 @@ class Configuration:
     ) -> None:
         """`file` and `drop_ins` are the operator's word. `command` looks for the kubelet's process,
         which takes the host's process namespace. `configz` asks the kubelet and may raise
-        Unanswered; then `default` is read where it exists."""
+        Unanswered; then `default` is read, which is in the kubelet's root directory."""
         self.changed: float | None = None
         """When the content of the files last read was changed, seconds since the epoch; None: the
         running kubelet itself has answered."""
+        self._other_root: Path | None = None  # that was said
         self._file = file
         self._drop_ins = drop_ins
         self._default = default
@@ -75,6 +79,14 @@ class Configuration:
                 "kubelet.configFile",
             )
         found = kubelets[0]
+        root = self._default.parent
+        if found.root_dir not in (root, self._other_root):
+            self._other_root = found.root_dir
+            log.warning(
+                "the kubelet's --root-dir is %s: kubelet.rootDir, which is %s, should say so",
+                found.root_dir,
+                root,
+            )
         return self._from_files(found.config, found.config_dir, flags=found.flags)
 
     def _from_files(
