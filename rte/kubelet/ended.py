@@ -31,7 +31,7 @@ def with_ended(
 ) -> Usage:
     """The usage with each pod's `ended` containers, and without pods that have ended as a whole.
 
-    A pod's UID is what the API server says; where that is not asked, what a listed container holds
+    A pod's UID is what those say who tell of the pods; where nobody does, what a listed container holds
     for itself tells whose the UID is, and a pod none of whose containers holds anything cannot be
     told.
     """
@@ -61,12 +61,13 @@ def _with_unlisted(
     """The pod with its ended containers, and with what it holds as a whole, which 1.36 does not
     list."""
     listed = {container.name for container in pod.containers}  # sidecars too
+    unlisted = [name for name in holders if name not in listed]
+    if not unlisted:
+        return pod
     whole = (uid, "")
     return replace(
         pod,
-        ended=tuple(
-            _use(name, (uid, name), handed_out) for name in holders if name and name not in listed
-        ),
+        ended=tuple(_use(name, (uid, name), handed_out) for name in unlisted if name),
         cpus=pod.cpus or tuple(sorted(handed_out.cpus.get(whole, ()))),
         memory=pod.memory or handed_out.memory.get(whole, ()),
     )
@@ -81,6 +82,8 @@ def _without_ended_pods(usage: Usage, handed_out: HandedOut, pods: tuple[PodFact
     server has not told yet.
     """
     over = {pod.pod: PodUid(pod.uid) for pod in pods if pod.phase in ENDED}
+    if not over:
+        return usage
 
     def has_ended(pod: PodUse) -> bool:
         uid = over.get(pod.pod)

@@ -28,7 +28,7 @@ class Look:
 
     usage: Usage
     allocatable: Allocatable
-    handed_out: HandedOut | None  # None: the state files could not be read
+    handed_out: HandedOut
 
 
 class Patience(StrEnum):
@@ -57,11 +57,10 @@ def doubt(
     """Why a look should be repeated before it is believed, or None.
 
     `before` is the last look that was believed, `restarted` whether the kubelet has started anew
-    since, `running` the pods that the API server has on this node and that have not ended, or None
-    where it is not asked, `ended` the UIDs of those that have. What the files keep of pods that
-    have ended is no reason: it was in the files before, and of a rejected pod the API server soon
-    says that it has failed. After a restart it is one, for all pods that ran before come back one
-    by one.
+    since, `running` the pods of this node that have not ended, or None where nobody tells of them,
+    `ended` the UIDs of those that have. What the files keep of pods that have ended is no reason:
+    it was in the files before, and of a rejected pod it is soon told that it has failed. After a
+    restart it is one, for all pods that ran before come back one by one.
     """
     had_pods = before is not None and before.usage.pods
     could_have = had_pods or (before is None and _things(look.handed_out))
@@ -73,12 +72,14 @@ def doubt(
         if gone:
             why = f"PodResources offers no {', '.join(sorted(gone))} any more"
             return Doubt(why, Patience.LONG if restarted else Patience.USUAL)
-        if before.handed_out is not None and look.handed_out is None:
-            return Doubt("the kubelet's state files cannot be read any more")
+        if unread := look.handed_out.unread.keys() - before.handed_out.unread.keys():
+            return Doubt(f"{', '.join(sorted(map(str, unread)))} cannot be read any more")
         if not restarted and before.allocatable.cpus and not look.allocatable.cpus:
             return Doubt("PodResources offers no CPUs any more")
-    if before is None or look.handed_out is None:
+    if before is None:
         return None
+    if not restarted and look.handed_out == before.handed_out:
+        return None  # nothing has come
     listed = frozenset(_listed(look.usage.pods))
     held = _things(look.handed_out, but=ended)
     missing = {(holder, thing) for holder, thing in held if thing not in listed}
