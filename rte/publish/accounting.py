@@ -6,9 +6,10 @@ Zones are the NUMA nodes with CPUs, numbered from 0 without gaps, whatever the k
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain
 from typing import NamedTuple
 
 from rte.model import (
@@ -44,6 +45,10 @@ class Figures(NamedTuple):
     capacity: int
     allocatable: int
     available: int
+
+
+Entry = tuple[int, str, Figures]
+"""What one zone, by number, lists of one resource."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,52 +88,82 @@ def accounts(
     """`ours` are the devices that this node's plugin advertises, healthy or not, with the NUMA
     nodes it sends; `claimed` are GPUs and MIG slices that DRA claims hold, `ignored` pods whose
     resources count as available."""
-    if ignored:
-        counted = tuple(pod for pod in observation.usage.pods if pod.pod not in ignored)
-        usage = replace(observation.usage, pods=counted, memory_free={}, memory_groups=None)
-        observation = replace(observation, usage=usage)
+    observation = without_pods(observation, ignored)
     nodes = zone_nodes(observation.machine)
     zones = {node.id: number for number, node in enumerate(nodes)}
     groups = memory_groups(observation.usage)
-    pools = {
-        name: pool
-        for name, pool in device_pools(observation, zones=zones, ours=ours, claimed=claimed).items()
-        if name not in exclude
-    }
+    pools = device_pools(observation, zones=zones, ours=ours, claimed=claimed)
+    pools = {name: pool for name, pool in pools.items() if name not in exclude}
     resources: list[dict[str, Figures]] = [{} for _ in nodes]
-    if is_cpu_bound(observation):
-        for zone, node in zip(resources, nodes, strict=True):
-            zone["cpu"] = cpu_figures(observation, node)
-    if is_memory_bound(observation):
-        for name, figures in memory_figures(observation, groups=groups).items():
-            # Also in zones that have none: the scheduler gives a pod that binds no memory a device
-            # only in a zone that lists each kind of memory it asks for.
-            if any(of_node.capacity for of_node in figures.values()):
-                for zone, node in zip(resources, nodes, strict=True):
-                    zone[name] = figures[node.id]
-    free_floating = unbound_resources(observation)
-    for name, physical in free_floating.items():
-        offer = unbound_offer(observation, name, physical, unbound=unbound)
-        for zone, node in zip(resources, nodes, strict=True):
-            figures_of_zone = offer(node)
-            if figures_of_zone is not None and figures_of_zone.capacity:
-                zone[name] = figures_of_zone
-    for name, pool in pools.items():
-        for number, zone in enumerate(resources):
-            if pool.capacity[number]:
-                zone[name] = Figures(
-                    len(pool.capacity[number]),
-                    len(pool.allocatable[number]),
-                    len(pool.available[number]),
-                )
+    for zone, name, figures in chain(
+        cpu_entries(observation, nodes),
+        memory_entries(observation, nodes, groups=groups),
+        unbound_entries(observation, nodes, unbound=unbound),
+        device_entries(pools),
+    ):
+        resources[zone][name] = figures
     return Accounts(
         resources=tuple(
             {name: zone[name] for name in sorted(zone) if name not in exclude} for zone in resources
         ),
         pools=pools,
-        unbound=tuple(sorted(free_floating)),
+        unbound=tuple(sorted(unbound_resources(observation))),
         memory_groups=groups,
     )
+
+
+def without_pods(observation: Observation, ignored: Collection[PodName]) -> Observation:
+    """The observation as if these pods held nothing."""
+    if not ignored:
+        return observation
+    counted = tuple(pod for pod in observation.usage.pods if pod.pod not in ignored)
+    # The Memory Manager's own word has them in it.
+    usage = replace(observation.usage, pods=counted, memory_free={}, memory_groups=None)
+    return replace(observation, usage=usage)
+
+
+# What a zone lists
+
+
+def cpu_entries(observation: Observation, nodes: Sequence[NumaNode]) -> Iterator[Entry]:
+    if is_cpu_bound(observation):
+        for zone, node in enumerate(nodes):
+            yield zone, "cpu", cpu_figures(observation, node)
+
+
+def memory_entries(
+    observation: Observation,
+    nodes: Sequence[NumaNode],
+    *,
+    groups: Mapping[NumaId, tuple[NumaId, ...]],
+) -> Iterator[Entry]:
+    """Also of zones that have none: the scheduler gives a pod that binds no memory a device only
+    in a zone that lists each kind of memory it asks for."""
+    if not is_memory_bound(observation):
+        return
+    for name, figures in memory_figures(observation, groups=groups).items():
+        if any(of_node.capacity for of_node in figures.values()):
+            for zone, node in enumerate(nodes):
+                yield zone, name, figures[node.id]
+
+
+def unbound_entries(
+    observation: Observation, nodes: Sequence[NumaNode], *, unbound: Unbound
+) -> Iterator[Entry]:
+    for name, physical in unbound_resources(observation).items():
+        offer = unbound_offer(observation, name, physical, unbound=unbound)
+        for zone, node in enumerate(nodes):
+            figures = offer(node)
+            if figures is not None and figures.capacity:
+                yield zone, name, figures
+
+
+def device_entries(pools: Mapping[str, DevicePool]) -> Iterator[Entry]:
+    for name, pool in pools.items():
+        sets = zip(pool.capacity, pool.allocatable, pool.available, strict=True)
+        for zone, (capacity, allocatable, available) in enumerate(sets):
+            if capacity:
+                yield zone, name, Figures(len(capacity), len(allocatable), len(available))
 
 
 # Which manager binds what. Where the policy cannot be read, what PodResources lists is the answer.
