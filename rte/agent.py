@@ -27,7 +27,6 @@ from rte.kubelet.state import (
     DEVICE_CHECKPOINT,
     MEMORY_STATE,
     HandedOut,
-    StateFileError,
     read_handed_out,
 )
 from rte.kubelet.usage import KubeletError, ask_allocatable, parse_allocatable, read_usage
@@ -498,13 +497,12 @@ class Agent:
         look = Look(usage=usage, allocatable=parse_allocatable(offer), handed_out=handed_out)
         return look, pods
 
-    def _handed_out(self) -> HandedOut | None:
-        try:
-            handed_out = read_handed_out(self.kubelet.root, self.kubelet.plugin_dir)
-        except StateFileError as error:
-            self.problems.report("state files", str(error))
-            return None
-        self.problems.end("state files")
+    def _handed_out(self) -> HandedOut:
+        handed_out = read_handed_out(self.kubelet.root, self.kubelet.plugin_dir)
+        if handed_out.unread:
+            self.problems.report("state files", "; ".join(handed_out.unread.values()))
+        else:
+            self.problems.end("state files")
         return handed_out
 
     def _is_believed(

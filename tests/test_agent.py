@@ -104,6 +104,8 @@ def test_what_a_rejected_pod_leaves_in_the_files_is_no_reason() -> None:
     assert doubt(now, before=before, restarted=False, ended=frozenset({"b"})) is None
 
 
+UNREAD = HandedOut(unread={Path("/k/cpu_manager_state"): "not the kubelet's format"})
+
 BELIEF: dict[str, tuple[Look | None, Look, bool, str | None]] = {
     "all is as it was": (look({"a": (0,)}), look({"a": (0,)}), False, None),
     "a pod came": (look({}), look({"a": (0,)}), False, None),
@@ -171,13 +173,13 @@ BELIEF: dict[str, tuple[Look | None, Look, bool, str | None]] = {
     ),
     "files that cannot be read any more": (
         look({"a": (0,)}),
-        replace(look({"a": (0,), "b": ()}), handed_out=None),
+        replace(look({"a": (0,), "b": ()}), handed_out=UNREAD),
         False,
-        "cannot be read",
+        "cpu_manager_state cannot be read",
     ),
     "files that could not be read before either": (
-        replace(look({"a": (0,)}), handed_out=None),
-        replace(look({"a": (0,), "b": ()}), handed_out=None),
+        replace(look({"a": (0,)}), handed_out=UNREAD),
+        replace(look({"a": (0,), "b": ()}), handed_out=UNREAD),
         False,
         None,
     ),

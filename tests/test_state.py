@@ -151,6 +151,16 @@ READERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+def test_a_file_that_is_not_understood_takes_nothing_from_the_others(tmp_path: Path) -> None:
+    """Such as one of a format to come."""
+    write(tmp_path / CPU_STATE, {"policyName": "static", "entries": {"uid": {"c": "2-3"}}})
+    (tmp_path / MEMORY_STATE).write_text('{"entries": {"uid"')
+    read = read_handed_out(tmp_path, tmp_path / "device-plugins")
+    assert read.cpus == {(PodUid("uid"), "c"): frozenset({CpuId(2), CpuId(3)})}
+    assert list(read.unread) == [tmp_path / MEMORY_STATE]
+    assert "not the kubelet's format" in read.unread[tmp_path / MEMORY_STATE]
+
+
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS.keys())
 @pytest.mark.parametrize(
     "content",

@@ -7,7 +7,7 @@ kubelet next looks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, NewType, TypeVar
@@ -59,19 +59,31 @@ class HandedOut:
     """The nodes that the Memory Manager has joined with each, itself among them."""
     registered: Mapping[str, frozenset[DeviceId]] = field(default_factory=dict)
     """Healthy devices by resource, as of the checkpoint's last writing."""
+    unread: Mapping[Path, str] = field(default_factory=dict)
+    """The files that could not be understood, of which nothing is here, and why."""
 
 
 def read_handed_out(root: Path, plugin_dir: Path) -> HandedOut:
     """What the three files hold together, from the kubelet's root and device plugin directories.
 
-    Each file may be missing: managers that are off write none. Raises StateFileError for one that
-    is no JSON of a known format. The kubelet replaces the files by rename, so that each is whole,
-    but not all at once: the three may differ by one allocation.
+    Each file may be missing: managers that are off write none. One that is no JSON of a known
+    format takes nothing away from the others. The kubelet replaces the files by rename, so that
+    each is whole, but not all at once: the three may differ by one allocation.
     """
-    devices = read_devices(plugin_dir / DEVICE_CHECKPOINT)
-    cpus = read_cpus(root / CPU_STATE)
-    memory = read_memory(root / MEMORY_STATE)
+    unread: dict[Path, str] = {}
+
+    def tried(read: Callable[[Path], T], path: Path, *, absent: T) -> T:
+        try:
+            return read(path)
+        except StateFileError as error:
+            unread[path] = str(error)
+            return absent
+
+    devices = tried(read_devices, plugin_dir / DEVICE_CHECKPOINT, absent=NO_DEVICES)
+    cpus = tried(read_cpus, root / CPU_STATE, absent=NO_CPUS)
+    memory = tried(read_memory, root / MEMORY_STATE, absent=NO_MEMORY)
     return HandedOut(
+        unread=unread,
         devices=devices.held,
         device_nodes=devices.nodes,
         registered=devices.registered,
@@ -112,11 +124,14 @@ class Devices(NamedTuple):
     registered: dict[str, frozenset[DeviceId]]
 
 
+NO_DEVICES = Devices({}, {}, {})
+
+
 def read_devices(path: Path) -> Devices:
     """Devices by holder, their NUMA nodes, and the registered healthy ones by resource."""
     text = _content(path)
     if text is None:
-        return Devices({}, {}, {})
+        return NO_DEVICES
     data = _decoded(path, text, _DeviceCheckpoint).Data
     held: dict[Holder, set[tuple[str, DeviceId]]] = {}
     nodes: dict[tuple[str, DeviceId], set[NumaId]] = {}
@@ -166,11 +181,14 @@ class Cpus(NamedTuple):
     shared: frozenset[CpuId]
 
 
+NO_CPUS = Cpus({}, frozenset())
+
+
 def read_cpus(path: Path) -> Cpus:
     """Exclusive CPUs by holder, one of none being left out, and those of the shared pool."""
     text = _content(path)
     if text is None:
-        return Cpus({}, frozenset())
+        return NO_CPUS
     state = _decoded(path, text, _CpuState)
     if state.data:
         state = _decoded(path, state.data.encode(), _CpuState)
@@ -224,6 +242,9 @@ class Memory(NamedTuple):
     cells: dict[NumaId, tuple[NumaId, ...]]
 
 
+NO_MEMORY = Memory({}, {}, {}, {})
+
+
 def read_memory(path: Path) -> Memory:
     """Bound memory by holder, what is free and what taken by resource and node, and the nodes that
     are joined.
@@ -232,7 +253,7 @@ def read_memory(path: Path) -> Memory:
     """
     text = _content(path)
     if text is None:
-        return Memory({}, {}, {}, {})
+        return NO_MEMORY
     state = _decoded(path, text, _MemoryState)
     if state.data:
         state = _decoded(path, state.data.encode(), _MemoryState)
