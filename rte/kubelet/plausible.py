@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from rte.kubelet.memory import held_memory
 from rte.kubelet.state import HandedOut, Holder
 from rte.model import Allocatable, MemoryBlock, PodName, PodUse, Usage
 
@@ -27,7 +28,7 @@ class Look:
 
     usage: Usage
     allocatable: Allocatable
-    handed_out: HandedOut | None  # None: the state files could not be read
+    handed_out: HandedOut
 
 
 class Patience(StrEnum):
@@ -56,11 +57,10 @@ def doubt(
     """Why a look should be repeated before it is believed, or None.
 
     `before` is the last look that was believed, `restarted` whether the kubelet has started anew
-    since, `running` the pods that the API server has on this node and that have not ended, or None
-    where it is not asked, `ended` the UIDs of those that have. What the files keep of pods that
-    have ended is no reason: it was in the files before, and of a rejected pod the API server soon
-    says that it has failed. After a restart it is one, for all pods that ran before come back one
-    by one.
+    since, `running` the pods of this node that have not ended, or None where nobody tells of them,
+    `ended` the UIDs of those that have. What the files keep of pods that have ended is no reason:
+    it was in the files before, and of a rejected pod it is soon told that it has failed. After a
+    restart it is one, for all pods that ran before come back one by one.
     """
     had_pods = before is not None and before.usage.pods
     could_have = had_pods or (before is None and _things(look.handed_out))
@@ -72,26 +72,55 @@ def doubt(
         if gone:
             why = f"PodResources offers no {', '.join(sorted(gone))} any more"
             return Doubt(why, Patience.LONG if restarted else Patience.USUAL)
-        if before.handed_out is not None and look.handed_out is None:
-            return Doubt("the kubelet's state files cannot be read any more")
+        if unread := look.handed_out.unread.keys() - before.handed_out.unread.keys():
+            return Doubt(f"{', '.join(sorted(map(str, unread)))} cannot be read any more")
         if not restarted and before.allocatable.cpus and not look.allocatable.cpus:
             return Doubt("PodResources offers no CPUs any more")
-    if before is None or look.handed_out is None:
+    if before is None:
         return None
+    if not restarted and look.handed_out == before.handed_out:
+        return None  # nothing has come
     listed = frozenset(_listed(look.usage.pods))
-    missing = {
-        (holder, thing)
-        for holder, thing in _things(look.handed_out)
-        if thing not in listed and holder[0] not in ended
-    }
-    known = _things(before.handed_out)
+    held = _things(look.handed_out, but=ended)
+    missing = {(holder, thing) for holder, thing in held if thing not in listed}
+    known = _things(before.handed_out, but=ended)
     if restarted:
         come_back = (p for p in before.usage.pods if running is None or p.pod in running)
         listed_before = frozenset(_listed(come_back))
         if late := {pair for pair in missing & known if pair[1] in listed_before}:
             return Doubt(_unlisted(late), Patience.LONG)
-    fresh = missing - known
+    fresh = {pair for pair in missing - known if not is_memory(pair[1])}
+    fresh |= _fresh_memory(look, before, look.handed_out, before.handed_out, ended)
     return Doubt(_unlisted(fresh)) if fresh else None
+
+
+def _fresh_memory(
+    look: Look,
+    before: Look,
+    now: HandedOut,
+    then: HandedOut | None,
+    ended: frozenset[str],
+) -> set[tuple[Holder, Thing]]:
+    """Blocks that have come into the file and that the list does not have yet.
+
+    Blocks have no ids: of like ones the list has first those that were in the file before, but for
+    as many as it did not list then either, which are of pods that have ended.
+    """
+    listed, listed_before = _blocks(look.usage), _blocks(before.usage)
+    old_holders = set(_memory(then, but=ended))
+    old: Counter[MemoryBlock] = Counter()
+    new: dict[MemoryBlock, list[Holder]] = {}
+    for holder, block in _memory(now, but=ended):
+        if (holder, block) in old_holders:
+            old[block] += 1
+        else:
+            new.setdefault(block, []).append(holder)
+    fresh: set[tuple[Holder, Thing]] = set()
+    for block, holders in new.items():
+        listed_of_old = min(old[block], listed_before[block])
+        lacking = len(holders) - max(0, listed[block] - listed_of_old)
+        fresh.update((holder, ("memory", block)) for holder in holders[: max(0, lacking)])
+    return fresh
 
 
 def _unlisted(pairs: set[tuple[Holder, Thing]]) -> str:
@@ -106,8 +135,14 @@ def _resources(allocatable: Allocatable) -> set[str]:
     return {device.resource for device in allocatable.devices}
 
 
-def _things(handed_out: HandedOut | None) -> set[tuple[Holder, Thing]]:
-    """What the files say is held, each with its holder."""
+def is_memory(thing: Thing) -> bool:
+    return thing[0] == "memory"
+
+
+def _things(
+    handed_out: HandedOut | None, *, but: frozenset[str] = frozenset()
+) -> set[tuple[Holder, Thing]]:
+    """What the files say is held, each with its holder; `but` are UIDs that do not count."""
     if handed_out is None:
         return set()
     held: set[tuple[Holder, Thing]] = set()
@@ -115,19 +150,31 @@ def _things(handed_out: HandedOut | None) -> set[tuple[Holder, Thing]]:
         held.update((holder, ("device", *device)) for device in devices)
     for holder, cpus in handed_out.cpus.items():
         held.update((holder, ("cpu", cpu)) for cpu in cpus)
-    every = [(holder, block) for holder, blocks in handed_out.memory.items() for block in blocks]
+    every = list(_memory(handed_out, but=but))
     numbers = _numbered(block for _, block in every)
     held.update((holder, thing) for (holder, _), thing in zip(every, numbers, strict=True))
-    return held
+    return {(holder, thing) for holder, thing in held if holder[0] not in but}
+
+
+def _memory(
+    handed_out: HandedOut | None, *, but: frozenset[str]
+) -> Iterator[tuple[Holder, MemoryBlock]]:
+    if handed_out is not None:
+        for holder, block in held_memory(handed_out):
+            if holder[0] not in but:
+                yield holder, block
+
+
+def _blocks(usage: Usage) -> Counter[MemoryBlock]:
+    return Counter(block for pod in usage.pods for block in pod.memory_blocks())
 
 
 def _listed(pods: Iterable[PodUse]) -> Iterator[Thing]:
     blocks: list[MemoryBlock] = []
     for pod in pods:
-        blocks += pod.memory
+        blocks += pod.memory_blocks()
         yield from (("cpu", cpu) for cpu in pod.cpus)
         for container in (*pod.containers, *pod.ended):
-            blocks += container.memory
             yield from (("cpu", cpu) for cpu in container.cpus)
             yield from (("device", use.resource, use.id) for use in container.devices)
     yield from _numbered(blocks)
@@ -138,4 +185,4 @@ def _numbered(blocks: Iterable[MemoryBlock]) -> Iterator[Thing]:
     seen: Counter[MemoryBlock] = Counter()
     for block in blocks:
         seen[block] += 1
-        yield "memory", block.type, block.size_bytes, block.numa, seen[block]
+        yield "memory", block, seen[block]
