@@ -231,6 +231,10 @@ class Kubelet:
         """The pod's containers end; it stays in the phase, Succeeded or Failed."""
         self.call("finish", name=name, namespace=namespace, phase=phase)
 
+    def evict(self, name: str, namespace: str = "default") -> None:
+        """The pod's containers are told to end, which they do when the pod is finished."""
+        self.call("evict", name=name, namespace=namespace)
+
     def restart(self) -> tuple[Admission, ...]:
         """Restart the kubelet: containers go on, and their pods are admitted again."""
         return msgspec.convert(self.call("restart", running=True) or (), tuple[Admission, ...])

@@ -212,6 +212,24 @@ def test_it_says_what_the_api_server_says(both: Both, follow: Follow) -> None:
     watch.follower.stop()
 
 
+def test_a_pod_that_is_evicted_runs_until_its_containers_have_ended(
+    both: Both, follow: Follow
+) -> None:
+    """To the kubelet it has failed already; to the API server, and to its devices, it has not."""
+    ours = follow(both.kubelet.pods_api)
+    both.run(pod("evicted", G))
+    both.run(pod("other", {}))
+    ours.until_phases(evicted="Running", other="Running")
+    both.kubelet.evict("evicted", both.namespace)
+    both.finish("other")  # so that the list has been read again
+    ours.until_phases(evicted="Running", other="Succeeded")
+    fresh = follow(both.kubelet.pods_api)  # which has not known it before
+    fresh.until_phases(evicted="Running", other="Succeeded")
+    both.kubelet.finish("evicted", both.namespace, phase="Failed")
+    ours.until_phases(evicted="Failed", other="Succeeded")
+    fresh.until_phases(evicted="Failed", other="Succeeded")
+
+
 def test_a_pod_that_ended_stays_until_its_object_goes(both: Both, follow: Follow) -> None:
     ours = follow(both.kubelet.pods_api)
     both.run(pod("job", G))

@@ -31,9 +31,9 @@ def with_ended(
 ) -> Usage:
     """The usage with each pod's `ended` containers, and without pods that have ended as a whole.
 
-    A pod's UID is what those say who tell of the pods; where nobody does, what a listed container holds
-    for itself tells whose the UID is, and a pod none of whose containers holds anything cannot be
-    told.
+    A pod's UID is what those say who tell of the pods; where nobody does, what a listed container
+    holds for itself tells whose the UID is, and a pod none of whose containers holds anything
+    cannot be told.
     """
     if handed_out is None:
         return usage

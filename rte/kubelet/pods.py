@@ -283,11 +283,8 @@ def next_pause_s(
 def parse_pods(
     texts: Iterable[bytes], *, known: Mapping[PodName, PodFacts]
 ) -> Mapping[PodName, PodFacts]:
-    """The facts of serialized pods. Raises KubeletError where one is none.
-
-    After its restart a kubelet has no status of a static pod before it has looked at its
-    containers: until then the one that is `known` stands.
-    """
+    """The facts of serialized pods, after what was `known` of them. Raises KubeletError where one
+    is none."""
     found: dict[PodName, PodFacts] = {}
     for text in texts:
         try:
@@ -296,13 +293,34 @@ def parse_pods(
             raise KubeletError(LIST, f"a pod cannot be read: {error}") from error
         facts = parse_pod(pod)
         before = known.get(facts.pod)
-        unsaid = facts.phase == "Pending" and not pod.status.HasField("startTime")
-        if before is not None and before.uid == facts.uid and unsaid:
-            facts = replace(facts, phase=before.phase, qos=before.qos)
+        if before is not None and before.uid != facts.uid:
+            before = None
+        facts = with_public_phase(facts, pod.status, before)
         other = found.get(facts.pod)  # one that is being replaced has the same name
         if other is None or other.phase in ENDED:
             found[facts.pod] = facts
     return found
+
+
+def with_public_phase(facts: PodFacts, status: core.PodStatus, before: PodFacts | None) -> PodFacts:
+    """The pod with the phase that the API server has, in the two places where the kubelet says
+    another one.
+
+    After its restart it has no status of a static pod before it has looked at its containers. And
+    it calls a pod that it evicts, or that is past its deadline, failed at once; to the API server
+    when the last container has ended.
+    """
+    if facts.phase == "Pending" and not status.HasField("startTime"):
+        return facts if before is None else replace(facts, phase=before.phase, qos=before.qos)
+    if facts.phase in ENDED and has_running(status):
+        phase = before.phase if before is not None and before.phase not in ENDED else "Running"
+        return replace(facts, phase=phase)
+    return facts
+
+
+def has_running(status: core.PodStatus) -> bool:
+    containers = (*status.initContainerStatuses, *status.containerStatuses)
+    return any(container.state.HasField("running") for container in containers)
 
 
 def parse_pod(pod: core.Pod) -> PodFacts:

@@ -86,6 +86,18 @@ func (n *Node) report(p *v1.Pod) {
 	}
 }
 
+// evict begins to end a pod: to the kubelet it has failed, and to the API server
+// it will have when its last container has ended, which is when it is finished.
+func (n *Node) evict(p *v1.Pod) {
+	s := p.Status.DeepCopy()
+	s.Phase, s.Reason = v1.PodFailed, "Evicted"
+	for _, c := range p.Spec.Containers {
+		running := v1.ContainerState{Running: &v1.ContainerStateRunning{}}
+		s.ContainerStatuses = append(s.ContainerStatuses, v1.ContainerStatus{Name: c.Name, State: running})
+	}
+	n.view.statuses.SetPodStatus(n.log, p, *s)
+}
+
 // terminated is said of a pod that runs no container any more. To those who
 // watch the pods API it is gone then; the object still exists.
 func (n *Node) terminated(p *v1.Pod) {

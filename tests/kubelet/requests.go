@@ -16,7 +16,7 @@ type request struct {
 	Op string          `json:"op"`
 
 	Pod       *v1.Pod     `json:"pod"`       // admit
-	Namespace string      `json:"namespace"` // remove, finish, pod_status
+	Namespace string      `json:"namespace"` // remove, finish, evict, pod_status
 	Name      string      `json:"name"`
 	Phase     v1.PodPhase `json:"phase"` // finish
 
@@ -50,6 +50,8 @@ func (n *Node) do(r *request) (any, error) {
 			n.report(p)
 			n.terminated(p)
 		})
+	case "evict":
+		return nil, n.withPod(r, n.evict)
 	case "sources_ready":
 		n.ready.Store(r.Ready)
 		return nil, nil

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rte/kubelet/api/pod.proto\x12\nrte.corev1\"y\n\x03Pod\x12(\n\x08metadata\x18\x01 \x01(\x0b\x32\x16.rte.corev1.ObjectMeta\x12!\n\x04spec\x18\x02 \x01(\x0b\x32\x13.rte.corev1.PodSpec\x12%\n\x06status\x18\x03 \x01(\x0b\x32\x15.rte.corev1.PodStatus\":\n\nObjectMeta\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x0b\n\x03uid\x18\x05 \x01(\t\"c\n\x07PodSpec\x12)\n\ncontainers\x18\x02 \x03(\x0b\x32\x15.rte.corev1.Container\x12-\n\x0einitContainers\x18\x14 \x03(\x0b\x32\x15.rte.corev1.Container\"e\n\tContainer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\tresources\x18\x08 \x01(\x0b\x32 .rte.corev1.ResourceRequirements\x12\x15\n\rrestartPolicy\x18\x18 \x01(\t\"\x9f\x01\n\x14ResourceRequirements\x12@\n\x08requests\x18\x02 \x03(\x0b\x32..rte.corev1.ResourceRequirements.RequestsEntry\x1a\x45\n\rRequestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.rte.corev1.Quantity:\x02\x38\x01\"\x1a\n\x08Quantity\x12\x0e\n\x06string\x18\x01 \x01(\t\"Q\n\tPodStatus\x12\r\n\x05phase\x18\x01 \x01(\t\x12#\n\tstartTime\x18\x07 \x01(\x0b\x32\x10.rte.corev1.Time\x12\x10\n\x08qosClass\x18\t \x01(\t\"\x06\n\x04Timeb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rte/kubelet/api/pod.proto\x12\nrte.corev1\"y\n\x03Pod\x12(\n\x08metadata\x18\x01 \x01(\x0b\x32\x16.rte.corev1.ObjectMeta\x12!\n\x04spec\x18\x02 \x01(\x0b\x32\x13.rte.corev1.PodSpec\x12%\n\x06status\x18\x03 \x01(\x0b\x32\x15.rte.corev1.PodStatus\":\n\nObjectMeta\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tnamespace\x18\x03 \x01(\t\x12\x0b\n\x03uid\x18\x05 \x01(\t\"c\n\x07PodSpec\x12)\n\ncontainers\x18\x02 \x03(\x0b\x32\x15.rte.corev1.Container\x12-\n\x0einitContainers\x18\x14 \x03(\x0b\x32\x15.rte.corev1.Container\"e\n\tContainer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\tresources\x18\x08 \x01(\x0b\x32 .rte.corev1.ResourceRequirements\x12\x15\n\rrestartPolicy\x18\x18 \x01(\t\"\x9f\x01\n\x14ResourceRequirements\x12@\n\x08requests\x18\x02 \x03(\x0b\x32..rte.corev1.ResourceRequirements.RequestsEntry\x1a\x45\n\rRequestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.rte.corev1.Quantity:\x02\x38\x01\"\x1a\n\x08Quantity\x12\x0e\n\x06string\x18\x01 \x01(\t\"\xc5\x01\n\tPodStatus\x12\r\n\x05phase\x18\x01 \x01(\t\x12#\n\tstartTime\x18\x07 \x01(\x0b\x32\x10.rte.corev1.Time\x12\x36\n\x11\x63ontainerStatuses\x18\x08 \x03(\x0b\x32\x1b.rte.corev1.ContainerStatus\x12\x10\n\x08qosClass\x18\t \x01(\t\x12:\n\x15initContainerStatuses\x18\n \x03(\x0b\x32\x1b.rte.corev1.ContainerStatus\"<\n\x0f\x43ontainerStatus\x12)\n\x05state\x18\x02 \x01(\x0b\x32\x1a.rte.corev1.ContainerState\"D\n\x0e\x43ontainerState\x12\x32\n\x07running\x18\x02 \x01(\x0b\x32!.rte.corev1.ContainerStateRunning\"\x17\n\x15\x43ontainerStateRunning\"\x06\n\x04Timeb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,8 +47,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESOURCEREQUIREMENTS_REQUESTSENTRY']._serialized_end=588
   _globals['_QUANTITY']._serialized_start=590
   _globals['_QUANTITY']._serialized_end=616
-  _globals['_PODSTATUS']._serialized_start=618
-  _globals['_PODSTATUS']._serialized_end=699
-  _globals['_TIME']._serialized_start=701
-  _globals['_TIME']._serialized_end=707
+  _globals['_PODSTATUS']._serialized_start=619
+  _globals['_PODSTATUS']._serialized_end=816
+  _globals['_CONTAINERSTATUS']._serialized_start=818
+  _globals['_CONTAINERSTATUS']._serialized_end=878
+  _globals['_CONTAINERSTATE']._serialized_start=880
+  _globals['_CONTAINERSTATE']._serialized_end=948
+  _globals['_CONTAINERSTATERUNNING']._serialized_start=950
+  _globals['_CONTAINERSTATERUNNING']._serialized_end=973
+  _globals['_TIME']._serialized_start=975
+  _globals['_TIME']._serialized_end=981
 # @@protoc_insertion_point(module_scope)

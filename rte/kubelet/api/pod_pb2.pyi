@@ -64,14 +64,34 @@ class Quantity(_message.Message):
     def __init__(self, string: _Optional[str] = ...) -> None: ...
 
 class PodStatus(_message.Message):
-    __slots__ = ("phase", "startTime", "qosClass")
+    __slots__ = ("phase", "startTime", "containerStatuses", "qosClass", "initContainerStatuses")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STARTTIME_FIELD_NUMBER: _ClassVar[int]
+    CONTAINERSTATUSES_FIELD_NUMBER: _ClassVar[int]
     QOSCLASS_FIELD_NUMBER: _ClassVar[int]
+    INITCONTAINERSTATUSES_FIELD_NUMBER: _ClassVar[int]
     phase: str
     startTime: Time
+    containerStatuses: _containers.RepeatedCompositeFieldContainer[ContainerStatus]
     qosClass: str
-    def __init__(self, phase: _Optional[str] = ..., startTime: _Optional[_Union[Time, _Mapping]] = ..., qosClass: _Optional[str] = ...) -> None: ...
+    initContainerStatuses: _containers.RepeatedCompositeFieldContainer[ContainerStatus]
+    def __init__(self, phase: _Optional[str] = ..., startTime: _Optional[_Union[Time, _Mapping]] = ..., containerStatuses: _Optional[_Iterable[_Union[ContainerStatus, _Mapping]]] = ..., qosClass: _Optional[str] = ..., initContainerStatuses: _Optional[_Iterable[_Union[ContainerStatus, _Mapping]]] = ...) -> None: ...
+
+class ContainerStatus(_message.Message):
+    __slots__ = ("state",)
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    state: ContainerState
+    def __init__(self, state: _Optional[_Union[ContainerState, _Mapping]] = ...) -> None: ...
+
+class ContainerState(_message.Message):
+    __slots__ = ("running",)
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    running: ContainerStateRunning
+    def __init__(self, running: _Optional[_Union[ContainerStateRunning, _Mapping]] = ...) -> None: ...
+
+class ContainerStateRunning(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Time(_message.Message):
     __slots__ = ()
