@@ -214,7 +214,7 @@ def test_a_kubelet_that_is_not_there(node: Node) -> None:
     node.until_logged("kubelet: PodResources")
     time.sleep(2 * SOME_LOOKS_S)
     node.said_once("no kubelet answers on")
-    node.said_once("rte.agent: kubelet: PodResources")
+    node.said_once("rte.problems: kubelet: PodResources")
     assert node.free() == []
     node.kubelet.start()
     node.pods.start()
@@ -225,9 +225,9 @@ def test_a_kubelet_that_goes_away_for_a_while(node: Node) -> None:
     node.begin().until_well()
     node.kubelet.stop()
     node.pods.stop()
-    node.until_logged("rte.agent: kubelet: PodResources")
+    node.until_logged("rte.problems: kubelet: PodResources")
     time.sleep(4.5)  # so often in vain that the next try would be seconds away
-    node.said_once("rte.agent: kubelet: PodResources")
+    node.said_once("rte.problems: kubelet: PodResources")
     assert node.free() == [4, 4]
     node.pods.start()
     node.kubelet.start()
@@ -278,7 +278,7 @@ def test_an_api_server_that_refuses(
         proxy.faults = [fault] * 1000
         node.begin().registered()
         node.until(lambda: len(proxy.seen) >= 5, "requests in vain")
-        node.said_once(rf"rte\.agent: API server: .*{words}")
+        node.said_once(rf"rte\.problems: API server: .*{words}")
         node.answers()  # the kubelet is served whatever the API server says
         proxy.faults = []
         node.until_well()
@@ -291,9 +291,9 @@ def test_an_api_server_that_is_not_there(node: Node, apiserver: ApiServer) -> No
     proxy.http.server_close()
     publish_to(node, apiserver, proxy.url)
     node.begin().registered()
-    node.until_logged("rte.agent: API server: ")
+    node.until_logged("rte.problems: API server: ")
     time.sleep(2 * SOME_LOOKS_S)
-    node.said_once(r"rte\.agent: API server: .*Connection refused")
+    node.said_once(r"rte\.problems: API server: .*Connection refused")
     node.answers()
     proxy.http.socket = socket.create_server(("127.0.0.1", address[1]))
     with proxy:
