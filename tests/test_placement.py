@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh64_hexdigest
 
 from rte.publish.placement import (
     LEB89,
@@ -81,6 +82,30 @@ def zones_by_reader(containers: list[ContainerName], answer: Placement) -> dict[
             offset += difference
             zones[ordered[offset]] = zone
     return zones
+
+
+@pytest.mark.parametrize(
+    ("count", "zone_count", "vectors"),
+    [
+        (5, 2, "1:$"),
+        (40, 4, "1:!)$%**$)#### 2:-$(%$' 3:$##(*($(."),
+        (300, 8, "4657830aa16f97c1"),
+        (3000, 3, "470a4cf245764292"),
+        (50000, 2, "7eb51450906956f5"),
+    ],
+)
+def test_what_the_reference_made_of_the_same_containers(
+    count: int, zone_count: int, vectors: str
+) -> None:
+    """Zones and their vectors in one text, or the xxHash64 of a long one."""
+    zones = {
+        ContainerName(f"ns{i % 3}", f"pod-{i}", f"c{i % 2}"): i * i // 7 % zone_count
+        for i in range(count)
+    }
+    made = placement(zones, zone_count=zone_count)
+    assert made.metadata == f"npv0v001::ve=leb89::cc={count}::nn={zone_count}::bn=0"
+    text = " ".join(f"{zone}:{made.vectors[zone]}" for zone in sorted(made.vectors))
+    assert vectors in (text, xxh64_hexdigest(text.encode()))
 
 
 NAMES = st.builds(
