@@ -153,9 +153,9 @@ def first(
 
 
 def why(seen: Seen, state: KubeletState, spec: PodSpec) -> frozenset[str] | None:
-    """The fewest facts without which the two agree: names of `FACTS`. None if no two do it."""
+    """The fewest facts without which the two agree: names of `FACTS`. None if no four do it."""
     case = Case(seen=seen, state=state, spec=spec, told=spec, parts=(spec,))
-    for number in (1, 2, 3):
+    for number in range(1, 5):
         for names in combinations(FACTS, number):
             changed: Case | None = case
             for name in names:
