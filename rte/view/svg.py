@@ -242,45 +242,26 @@ class Picture:
         strong: bool = False,
         dashed: bool = False,
     ) -> list[str]:
+        """A box with one line or two; without a `colour` it is rounder, and no GPU."""
         fill, stroke = (colour.light, colour.dark) if colour else (PAPER, "#94a3b8")
+        outline = box(
+            x,
+            y,
+            width,
+            CHIP,
+            fill=fill,
+            stroke=stroke,
+            round_=6 if colour else 13,
+            width_=1.4 if strong else 1,
+            dashed=dashed,
+        )
         first, second = lines
-        middle = x + width / 2
-        found = ["<g>"]
-        if tip:
-            found.append(f"<title>{escape(clean(tip))}</title>")
-        found.append(
-            box(
-                x,
-                y,
-                width,
-                CHIP,
-                fill=fill,
-                stroke=stroke,
-                round_=6 if colour else 13,
-                width_=1.4 if strong else 1,
-                dashed=dashed,
-            )
-        )
-        at = y + (18 if second else 26)
-        of = shrunk(first, width - 8, 12)
-        found.append(
-            label(
-                middle,
-                at,
-                fitted(first, width - 6, of),
-                of=of,
-                weight=700 if colour else 500,
-                anchor="middle",
-            )
-        )
+        weight, at = 700 if colour else 500, y + (18 if second else 26)
+        words = [centred(first, x, at, width, of=12, weight=weight)]
         if second:
-            of = shrunk(second, width - 8, 10)
-            found.append(
-                label(
-                    middle, y + 33, fitted(second, width - 6, of), of=of, fill=SOFT, anchor="middle"
-                )
-            )
-        return [*found, "</g>"]
+            words.append(centred(second, x, y + 33, width, of=10, fill=SOFT))
+        title = [f"<title>{escape(clean(tip))}</title>"] if tip else []
+        return ["<g>", *title, outline, *words, "</g>"]
 
     # NVLink
 
@@ -578,6 +559,15 @@ def wrapped(text: str, width: float, of: float) -> list[str]:
             lines.append("")
         lines[-1] += word
     return [fitted(line.rstrip(), width, of) for line in lines if line.strip()]
+
+
+def centred(
+    text: str, x: float, y: float, width: float, *, of: float, weight: int = 400, fill: str = INK
+) -> str:
+    """A text in the middle of a width, made smaller and cut where it must be."""
+    of = shrunk(text, width - 8, of)
+    short = fitted(text, width - 6, of)
+    return label(x + width / 2, y, short, of=of, weight=weight, fill=fill, anchor="middle")
 
 
 def label(
