@@ -115,12 +115,11 @@ def shared_cpus(root: Path, alive: Collection[str]) -> set[int]:
     """The CPU Manager's pool, with what pods hold that have ended and it has not yet missed."""
     state = saved(root / "cpu_manager_state")
     free = cpus(state["defaultCpuSet"])
+    wholes = state.get("podEntries") or {}
     for uid, containers in (state.get("entries") or {}).items():
-        if uid not in alive:
+        if uid not in alive:  # nor is a whole without containers ever taken back
             free = free.union(*map(cpus, containers.values()))
-    for uid, whole in (state.get("podEntries") or {}).items():
-        if uid not in alive:
-            free |= cpus(whole["cpuSet"])
+            free |= cpus(wholes[uid]["cpuSet"]) if uid in wholes else set()
     return free
 
 

@@ -432,6 +432,19 @@ def test_what_the_managers_lose_of_a_pods_budget_at_a_restart_is_not_available(
     assert sum(node.available("cpu")) == 30 - 4 - 2
 
 
+def test_what_an_allocation_that_fails_leaves_of_a_budget_is_not_available(start: Start) -> None:
+    """1.37.2 keeps the budget when a container asks for more than there is of it."""
+    config = {"topologyManagerPolicy": "best-effort", "topologyManagerScope": "pod"}
+    node = start({**STATIC, **config, "featureGates": POD_LEVEL})
+    body = pod("a", {"cpu": 6, "memory": "1Gi"})
+    budget = {"cpu": "4", "memory": "2Gi"}
+    body["spec"]["resources"] = {"requests": budget, "limits": budget}
+    assert node.admit(body).reason == "UnexpectedAdmissionError"
+    assert sum(node.available("cpu")) == 30 - 4
+    node.run("b", {"cpu": 26, "memory": "1Gi"})
+    assert sum(node.available("cpu")) == 0
+
+
 def test_a_static_pod_counts_as_any_other(start: Start) -> None:
     node = start(SINGLE)
     node.plug(DEVICE, EIGHT)

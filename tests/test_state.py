@@ -70,7 +70,8 @@ CPUS = {
     "with pod-level sets": {
         "policyName": "static",
         "defaultCpuSet": "0,3-7",
-        "podEntries": {"uid-a": {"cpuSet": "1-2"}},
+        "entries": {"uid-a": {"c": ""}},
+        "podEntries": {"uid-a": {"cpuSet": "1-2"}, "uid-of-a-failure": {"cpuSet": "9"}},
         "checksum": 1,
     },
     "as from 1.37, where the text within counts": {

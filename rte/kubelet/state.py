@@ -199,7 +199,10 @@ def read_cpus(path: Path) -> Cpus:
             for container, cpus in containers.items():
                 held[PodUid(pod), container] = frozenset(map(CpuId, parse_ranges(cpus)))
         for pod, whole in (state.podEntries or {}).items():
-            held[PodUid(pod), ""] = frozenset(map(CpuId, parse_ranges(whole.cpuSet)))
+            # Without containers it is what an allocation that failed has left: 1.37 never takes
+            # it back.
+            if (state.entries or {}).get(pod):
+                held[PodUid(pod), ""] = frozenset(map(CpuId, parse_ranges(whole.cpuSet)))
     except ValueError as error:
         raise StateFileError(path, str(error)) from error
     return Cpus({holder: cpus for holder, cpus in held.items() if cpus}, shared)
