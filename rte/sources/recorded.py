@@ -56,9 +56,9 @@ def memory_folder() -> str | None:
 
 
 def read_nvml(path: Path) -> NvmlReading | None:
-    """NVML's answers; None when the recording has none."""
+    """NVML's answers; None when the recording has none. Raises RecordedError."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=NvmlReading)
+        return msgspec.json.decode(read_bounded(path), type=NvmlReading)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:
@@ -71,17 +71,24 @@ def unpack(sys_txt: Path, root: Path) -> None:
     Raises RecordedError for a line that is none of the three, or that leads out of root.
     """
     try:
-        text = sys_txt.read_bytes()[: MAX_BYTES + 1]
+        text = read_bounded(sys_txt)
     except OSError as error:
         message = f"{sys_txt}: expected a recorded tree: {error.strerror}"
         raise RecordedError(message, path=sys_txt) from error
-    if len(text) > MAX_BYTES:
-        raise RecordedError(f"{sys_txt}: more than {MAX_BYTES} bytes", path=sys_txt)
     try:
         entries = list(parse(text.decode()))
         make(entries, root)
     except (ValueError, OSError) as error:
         raise RecordedError(f"{sys_txt}: {error}", path=sys_txt) from error
+
+
+def read_bounded(path: Path) -> bytes:
+    """What a file holds. Raises OSError, and RecordedError for more than MAX_BYTES."""
+    with path.open("rb") as file:
+        text = file.read(MAX_BYTES + 1)
+    if len(text) > MAX_BYTES:
+        raise RecordedError(f"{path}: more than {MAX_BYTES} bytes", path=path)
+    return text
 
 
 class Entry(NamedTuple):
