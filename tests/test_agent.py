@@ -600,6 +600,41 @@ def test_an_api_server_that_is_gone_and_back_gets_the_newest(
     apiserver.delete(path)
 
 
+def test_a_kubelet_that_restarts_while_the_api_server_is_away(
+    make_node: MakeNode, apiserver: RealApiServer
+) -> None:
+    """What it works by since then and what it has handed out is published when that is back."""
+    apiserver.apply_files(CRD)
+    path = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/n"
+
+    def said() -> dict[str, str]:
+        answer = apiserver.request("GET", path)
+        attributes = answer.body.get("attributes", ()) if answer.status == 200 else ()
+        return {item["name"]: item["value"] for item in attributes}
+
+    with FaultyProxy(apiserver) as proxy:
+        port = proxy.http.server_address[1]
+        api = ApiServer(Access(server=proxy.url, token=apiserver.token))
+        node = make_node(sink=ApiSink(api, node="n", takeover_after_s=180, owner=False))
+        node.policies = [policy_of("none")]
+        node.pods.start()
+        node.hold(a=("GPU-0",))
+        node.agent.start()
+        node.until(lambda: said() == {"used": "GPU-0", "topologyManagerPolicy": "none"})
+    node.policies = [policy_of("restricted")]
+    node.pods.stop()
+    node.hold(a=("GPU-0",), b=("GPU-1",))
+    node.pods.start()
+    node.until(lambda: "API server" in node.agent.not_ready())
+    with FaultyProxy(apiserver, port=port):
+        expected = {"used": "GPU-0,GPU-1", "topologyManagerPolicy": "restricted"}
+        node.until(lambda: said() == expected)
+        node.until(lambda: not node.agent.not_ready())
+        node.agent.stop()
+    api.close()
+    apiserver.delete(path)
+
+
 def test_a_missing_definition_is_said_once_and_awaited(
     make_node: MakeNode, go_program: GoProgram, caplog: pytest.LogCaptureFixture
 ) -> None:
