@@ -16,6 +16,7 @@ from tests.real_kubelet import Admission, Kubelet, pod
 from tests.recount import Zones, published, recount_all
 from tests.simple_plugin import SimplePlugin
 
+PATIENCE_S = 30.0
 Devices = Mapping[str, tuple[int, ...] | None]
 
 
@@ -66,7 +67,7 @@ class Node:
         plugin = self.plugins[resource]
         healthy = {id for id in plugin.devices if id not in plugin.unhealthy}
         self.kubelet.wait_devices(resource, len(healthy))
-        end = time.monotonic() + 10
+        end = time.monotonic() + PATIENCE_S
         while healthy != self.known_healthy(resource):
             assert time.monotonic() < end, (resource, healthy)
             time.sleep(0.002)
@@ -77,10 +78,10 @@ class Node:
 
     def until_answers(self) -> None:
         """Return when the channel has found the kubelet's new socket."""
-        end = time.monotonic() + 10
+        end = time.monotonic() + PATIENCE_S
         while True:
             try:
-                usage.read_usage(self.channel, 5)
+                usage.read_usage(self.channel, PATIENCE_S)
                 return
             except usage.KubeletError:
                 assert time.monotonic() < end
@@ -118,8 +119,10 @@ class Node:
         """One reading of all that the kubelet says of itself."""
         handed_out = read_handed_out(self.kubelet.root, self.kubelet.plugin_dir)
         return Look(
-            usage=with_ended(usage.read_usage(self.channel, 5), handed_out, pods=self.facts()),
-            allocatable=usage.read_allocatable(self.channel, 5),
+            usage=with_ended(
+                usage.read_usage(self.channel, PATIENCE_S), handed_out, pods=self.facts()
+            ),
+            allocatable=usage.read_allocatable(self.channel, PATIENCE_S),
             handed_out=handed_out,
         )
 
@@ -150,6 +153,10 @@ class Node:
         )
         return published(body)
 
+    def files(self) -> str:
+        """What the managers have written."""
+        return "\n".join(path.read_text() for path in self.kubelet.root.glob("*_manager_state"))
+
     def recount(self, totals: Mapping[str, int] | None = None) -> Zones:
         return recount_all(
             self.kubelet.root,
@@ -167,7 +174,7 @@ class Node:
 
     def check(self, totals: Mapping[str, int] | None = None) -> Zones:
         """Compares all figures; what is published."""
-        end = time.monotonic() + 3  # a list of devices is news to the kubelet for a moment
+        end = time.monotonic() + PATIENCE_S  # a list of devices is news to the kubelet for a moment
         while (now := self.published()) != (right := self.recount(totals)):
             assert time.monotonic() < end, differences(now, right)
             time.sleep(0.01)

@@ -23,6 +23,9 @@ from rte.model import (
 from tests.real_kubelet import Kubelet
 
 
+PATIENCE_S = 30.0
+
+
 def machine_of(nodes: Iterable[Mapping[str, Any]]) -> Machine:
     """The machine of a machine.json, as our discovery would read it from sysfs."""
     return Machine(numa_nodes=tuple(map(numa_node, nodes)))
@@ -42,11 +45,11 @@ def observe(
     kubelet: Kubelet, channel: grpc.Channel, pods: tuple[PodFacts, ...] | None
 ) -> Observation:
     """One look, without any doubt about it."""
-    allocatable = read_allocatable(channel, 5)
+    allocatable = read_allocatable(channel, PATIENCE_S)
     handed_out = read_handed_out(kubelet.root, kubelet.plugin_dir)
     return Observation(
         machine=machine_of(kubelet.machine),
-        usage=with_ended(read_usage(channel, 5), handed_out, pods=pods),
+        usage=with_ended(read_usage(channel, PATIENCE_S), handed_out, pods=pods),
         allocatable=allocatable,
         policy=read_policy(kubelet.root / "config.yaml"),
         node_allocatable={

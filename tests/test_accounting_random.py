@@ -267,7 +267,7 @@ def run(program: Path, seed: int, steps: int) -> None:
     except CannotStart:
         pass
     except BaseException as error:
-        error.add_note(f"seed {seed}\n" + "\n".join(world.log))
+        error.add_note("\n".join([f"seed {seed}", *world.log, world.node.files()]))
         raise
     finally:
         world.close()
