@@ -26,7 +26,7 @@ from tests.chance import OVERHEAD, RUNTIME_CLASS, a_pod
 from tests.chance import node as a_node
 from tests.conftest import GoProgram, StartKubelet, StartScheduler
 from tests.machines.description import FOLDER
-from tests.real_apiserver import ApiServer
+from tests.real_apiserver import MERGE, ApiServer
 from tests.real_kubelet import Json, pod
 from tests.real_scheduler import Scheduler, SchedulerError
 from tests.scheduling import (
@@ -608,18 +608,7 @@ def test_the_fingerprint_is_the_one_that_the_scheduler_computes_from_the_object(
 
     said = {name: fingerprint_of(node.live()) for name, (node, _) in nodes.items()}
 
-    def differing() -> set[str] | None:
-        """The nodes whose object it looked at and found another fingerprint for, once all others
-        have been taken in as they are now."""
-        log = started.log()
-        checks = {m["node"]: m for m in CHECK.finditer(log) if m["node"] in nodes}
-        if len(checks) < len(nodes) or any(said[n] != m["expected"] for n, m in checks.items()):
-            return None
-        taken_in = {m["node"]: m.start() for m in FLUSH.finditer(log)}
-        late = {name for name, check in checks.items() if taken_in.get(name, 0) < check.start()}
-        return late if late <= {mistaken} else None
-
-    assert started.wait(differing, "not every object was taken in", 20) == {mistaken}
+    assert not_taken_in(started, said, allowed={mistaken}) == {mistaken}
     # The next pods are placed where the object was taken in, and nowhere else.
     for number, name in enumerate(nodes):
         cluster.create(pod(f"next-{number}", {GPU: 1}), started.name, node=name)
@@ -627,6 +616,110 @@ def test_the_fingerprint_is_the_one_that_the_scheduler_computes_from_the_object(
     placed = cluster.verdicts(started, names)
     assert {node for node in placed.values() if node is not None} == right
     assert "invalid node topology data" in cluster.refusal(names[list(nodes).index(mistaken)])
+
+
+def not_taken_in(
+    started: Scheduler, said: Mapping[str, str], *, allowed: Collection[str] = ()
+) -> set[str]:
+    """The nodes for whose object, whose fingerprint is given, the scheduler finds another one.
+
+    Returns when it has taken in all others as they are now."""
+
+    def late() -> set[str] | None:
+        log = started.log()
+        checks = {m["node"]: m for m in CHECK.finditer(log) if m["node"] in said}
+        if len(checks) < len(said) or any(said[n] != m["expected"] for n, m in checks.items()):
+            return None
+        taken_in = {m["node"]: m.start() for m in FLUSH.finditer(log)}
+        found = {name for name, check in checks.items() if taken_in.get(name, 0) < check.start()}
+        return found if found <= set(allowed) else None
+
+    return started.wait(late, "not every object was taken in", 20)
+
+
+def counted_pod(chance: random.Random, name: str, node: str) -> Json:
+    """A pod on a node that may count for one release of the scheduler and not for another."""
+    amounts = {
+        "cpu": ["0", "1", "2", "2.0", "2000m", "500m", "1500m"],
+        "memory": ["0", "1Mi", "1Gi"],
+        "ephemeral-storage": ["1Gi"],
+        GPU: ["0", "1"],
+        NIC: ["1"],
+        "example.com/plain": ["0", "1"],
+    }
+
+    def containers(count: int) -> list[dict[str, str | int]]:
+        return [
+            {n: chance.choice(each) for n, each in amounts.items() if chance.random() < 0.25}
+            for _ in range(count)
+        ]
+
+    made = pod(name, *containers(chance.choice([1, 1, 2])), init=containers(chance.choice([0, 1])))
+    for each in (*made["spec"]["initContainers"], *made["spec"]["containers"]):
+        if chance.random() < 0.3:  # of no QoS class that binds
+            each["resources"]["requests"] = dict(each["resources"]["requests"])
+            each["resources"]["requests"].setdefault("cpu", "1m")
+    for each in made["spec"]["initContainers"]:
+        if chance.random() < 0.5:
+            each["restartPolicy"] = "Always"
+    made["spec"] |= {"nodeName": node, "hostNetwork": chance.random() < 0.2}
+    made["spec"]["terminationGracePeriodSeconds"] = 0
+    made["metadata"] = {"name": name}
+    if chance.random() < 0.2:
+        made["metadata"]["annotations"] = {"kubernetes.io/config.mirror": "file"}
+    return made
+
+
+@pytest.mark.parametrize("mode", list(InformerMode))
+def test_the_fingerprint_covers_pods_by_chance_as_the_scheduler_does(
+    cluster: Cluster, scheduler: StartScheduler, mode: InformerMode
+) -> None:
+    """Also pods that are being deleted, mirrors of static pods, and as many as a node takes."""
+    chance = random.Random(mode.value)
+    nodes, held = [], []
+    for number in range(16):
+        name = f"{cluster.namespace}-{number}"
+        node = model_node(
+            cluster,
+            name,
+            machine("hgx-h100-oci"),
+            {"topologyManagerPolicy": SINGLE, "cpuManagerPolicy": "static"},
+            informer_mode=mode,
+            method=list(FingerprintMethod)[number % 4 == 0],
+            exclude=(NIC,) if number % 3 == 0 else (),
+        )
+        node.publish()
+        nodes.append(node)
+    started = scheduler(resync_s=1, cache={"informerMode": mode.value}, verbosity=4)
+    for number, node in enumerate(nodes):
+        for index in range(110 if number == 0 else chance.choice([1, 2, 4, 8])):
+            name = chance.choice(["p{}", "web-{}.example.com", "a{}" + 200 * "x"])
+            made = counted_pod(chance, name.format(f"{number}-{index}"), node.name)
+            ends = chance.random() < 0.1
+            if ends:
+                made["metadata"]["finalizers"] = ["example.com/hold"]
+                held.append(made["metadata"]["name"])
+            cluster.real.create(cluster.pods, made)
+            phase = chance.choice(["Running"] * 4 + ["Pending", "Succeeded", "Failed", "Unknown"])
+            cluster.set_phase(made["metadata"]["name"], "Running" if index == 0 else phase)
+            if ends:
+                cluster.delete(made["metadata"]["name"])
+        node.publish()
+    said = {node.name: fingerprint_of(node.live()) for node in nodes}
+    methods = {
+        each["value"]
+        for node in nodes
+        for each in node.live()["attributes"]
+        if each["name"] == "nodeTopologyPodsFingerprintMethod"
+    }
+    assert methods == {method.value for method in FingerprintMethod}
+    try:
+        assert not_taken_in(started, said) == set()
+    finally:
+        for name in held:
+            nothing = {"metadata": {"finalizers": None}}
+            cluster.real.ask("PATCH", cluster.pods + name, nothing, content_type=MERGE)
+    assert len(set(said.values())) > len(nodes) / 2
 
 
 # The real kubelet's managers, our plugin, our publisher
