@@ -27,7 +27,7 @@ from rte.model import Machine, NumaId
 from rte.sources.recorded import read_recorded
 from tests.daemon_process import DaemonProcess
 from tests.machines.description import FOLDER
-from tests.real_kubelet import Admission, Kubelet, numa_nodes, short_folder
+from tests.real_kubelet import Admission, Kubelet, numa_nodes
 from tests.small_kubelet import GPUS, SmallKubelet, until
 from tests.small_machine import machine, slices, uuid, with_gpu
 from tests.stopwatch import Stopwatch
@@ -425,18 +425,18 @@ def resident_mib(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def test_nvidia_210_and_368_nothing_that_the_kubelet_does_ends_the_process() -> None:
-    folder = short_folder()
-    config = load(environ={"KUBELET_ROOT": str(folder)})
-    (folder / "device-plugins").mkdir()
-    with SmallKubelet(folder / "device-plugins") as kubelet:
+def test_nvidia_210_and_368_nothing_that_the_kubelet_does_ends_the_process(tmp_path: Path) -> None:
+    config = load(environ={"KUBELET_ROOT": str(tmp_path)})
+    folder = tmp_path / "device-plugins"
+    folder.mkdir()
+    with SmallKubelet(folder) as kubelet:
         plugin = DevicePlugin(plugin_options(config))
         plugin.start()
         plugin.update(machine((0, 1)), {})
         for _ in range(5):
             kubelet.await_register()
             kubelet.stop()
-            for path in (folder / "device-plugins").iterdir():
+            for path in folder.iterdir():
                 path.unlink()
             kubelet.start()
         kubelet.await_register()
