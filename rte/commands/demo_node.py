@@ -147,44 +147,50 @@ class DemoNode:
             parts.plugin_options(self.config),
             on_allocate=lambda: self.agent.wake(Reason.ALLOCATE),
         )
-        composer = Composer(
+        self.composer = Composer(
             self.config,
             NODE,
             lambda _: self.graph,
             advertised=lambda: parts.advertised(self.plugin),
         )
-        self.groups: tuple[Group, ...] = composer.groups(self.graph)
-        self.journal = Journal(out, composer)
-        self.agent = Agent(
+        self.groups: tuple[Group, ...] = self.composer.groups(self.graph)
+        self.journal = Journal(out, self.composer)
+        self.agent = self._agent()
+        self.status = self._status()
+        self.registered_s = 0.0  # from the plugin's start until the kubelet had its devices
+
+    def _agent(self) -> Agent:
+        configuration = parts.kubelet_configuration(self.config, None, NODE)
+        return Agent(
             kubelet=parts.kubelet(self.config),
             hardware=self.hardware,
             sources=Sources(
-                policy=parts.kubelet_policy(
-                    self.config, parts.kubelet_configuration(self.config, None, NODE)
-                ),
+                policy=parts.kubelet_policy(self.config, configuration),
                 node_allocatable=lambda: self.kubelet.state.allocatable,
             ),
             compose=self.journal.compose,
             sink=self.journal,
         )
-        self.status = StatusServer(
+
+    def _status(self) -> StatusServer:
+        measured = Measured(
+            version=__version__,
+            publisher=self.agent,
+            hardware=self.hardware,
+            plugin=self.plugin,
+            plugin_buckets_s=TOOK_BUCKETS_S,
+            problems=self.agent.problems.current,
+        )
+        return StatusServer(
             Probes(not_ready=self.agent.not_ready, stuck=self.agent.stuck),
             pages(
-                Measured(
-                    version=__version__,
-                    publisher=self.agent,
-                    hardware=self.hardware,
-                    plugin=self.plugin,
-                    plugin_buckets_s=TOOK_BUCKETS_S,
-                    problems=self.agent.problems.current,
-                ),
+                measured,
                 graph=lambda: self.graph,
-                groups=composer.groups,
+                groups=self.composer.groups,
                 plugin=self.plugin,
             ),
             open_pages=False,
         )
-        self.registered_s = 0.0  # from the plugin's start until the kubelet had its devices
 
     def start(self) -> None:
         """Returns when the kubelet has every device and the first object is written.
