@@ -16,12 +16,11 @@ from plugin.devices import Advertising, Device, MigStrategy
 from plugin.life import DevicePlugin
 from plugin.life import Options as PluginOptions
 from plugin.moving import Listed
-from rte.commands.node import nvml_folders, overrides
+from rte.commands.node import nvml_worker, overrides
 from rte.config import Config, ConfigError
 from rte.discovery.faults import FaultRules, parse_fault_rules
 from rte.discovery.hardware import Hardware
 from rte.discovery.injection import Injection
-from rte.discovery.nvml_worker import NvmlWorker
 from rte.graph.build import Graph
 from rte.graph.parts import Sharing
 from rte.kubelet.usage import KubeletError, channel
@@ -61,11 +60,7 @@ def hardware(config: Config, *, on_outgrown: Callable[[str], None]) -> Hardware:
     return Hardware(
         sys=Path(config.host.sysfs),
         proc=Path(config.host.procfs),
-        worker=NvmlWorker(
-            on_event=lambda _: None,  # Hardware takes it over
-            library_folders=lambda: nvml_folders(config),
-            answer_s=config.nvml.timeout,
-        ),
+        worker=nvml_worker(config),
         overrides=overrides(config),
         rules=fault_rules(config),
         interval_s=config.host.interval,
