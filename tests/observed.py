@@ -22,7 +22,6 @@ from rte.model import (
 )
 from tests.real_kubelet import Kubelet
 
-
 PATIENCE_S = 30.0
 
 

@@ -1,8 +1,12 @@
 """PodResources as values, over a real socket and real messages."""
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from select import select
+from socket import AF_UNIX
+from socket import socket as Socket
 
 import grpc
 import pytest
@@ -232,6 +236,32 @@ def answered_within(channel: grpc.Channel, limit_s: float) -> bool:
         else:
             return True
     return False
+
+
+def test_a_kubelet_that_is_slow_to_answer_a_connection_is_waited_for(
+    tmp_path: Path, channel: grpc.Channel, socket: Path
+) -> None:
+    def late() -> None:
+        connection, _ = front.accept()
+        time.sleep(0.6)
+        with connection, Socket(AF_UNIX) as back:
+            back.connect(str(tmp_path / "behind.sock"))
+            while ready := select([connection, back], [], [], 10)[0]:
+                for end in ready:
+                    part = end.recv(65536)
+                    if not part:
+                        return
+                    (back if end is connection else connection).sendall(part)
+
+    with PodResourcesSocket(tmp_path / "behind.sock") as kubelet, Socket(AF_UNIX) as front:
+        kubelet.listed = [api.PodResources(namespace="a", name="p")]
+        front.bind(str(socket))
+        front.listen()
+        thread = threading.Thread(target=late)
+        thread.start()
+        assert len(usage.read_usage(channel, 10).pods) == 1
+        channel.close()
+        thread.join()
 
 
 def test_a_path_that_no_socket_can_have_is_refused_with_its_length() -> None:

@@ -81,7 +81,8 @@ def channel(socket: Path, *more: tuple[str, int]) -> grpc.Channel:
             ("grpc.max_receive_message_length", ANSWER_BYTES),
             # gRPC waits up to 2 minutes before it dials again; a kubelet restarts in seconds.
             ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
+            # So long a kubelet of a busy node may take to answer a connection.
+            ("grpc.min_reconnect_backoff_ms", 5000),
             ("grpc.max_reconnect_backoff_ms", 500),
             # A channel to the same path must not inherit another's back-off.
             ("grpc.use_local_subchannel_pool", 1),
