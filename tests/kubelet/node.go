@@ -143,7 +143,7 @@ func (n *Node) startManagers(running bool) error {
 			alive.Insert(c.id)
 		}
 	}
-	around := surroundings{n}
+	around := surroundings{n, n.ctx}
 	if err := n.cpus.Start(n.ctx, n.pods.GetActivePods, around, around, around, known.Clone()); err != nil {
 		return fmt.Errorf("cpu manager: %w", err)
 	}
@@ -233,11 +233,15 @@ func (n *Node) awaitDevices(name v1.ResourceName, count int64, within time.Durat
 }
 
 // surroundings are the parts of a kubelet that the managers ask for things and
-// that do not exist here.
-type surroundings struct{ node *Node }
+// that do not exist here. Each start has its own: the CPU manager's loop outlives
+// a restart within this process, and must write no more then.
+type surroundings struct {
+	node *Node
+	ctx  context.Context
+}
 
 func (s surroundings) AddSource(string) {}
-func (s surroundings) AllReady() bool   { return s.node.ready.Load() }
+func (s surroundings) AllReady() bool   { return s.ctx.Err() == nil && s.node.ready.Load() }
 
 func (s surroundings) GetPodStatus(types.UID) (v1.PodStatus, bool) { return v1.PodStatus{}, false }
 

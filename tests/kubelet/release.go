@@ -34,7 +34,7 @@ type (
 func newDeviceManager(log klog.Logger, socket string, topology []cadvisorapi.Node, store topologymanager.Store) (*devicemanager.ManagerImpl, error)
 
 func (n *Node) newPodsServer() *podsapi.PodsServer {
-	return podsapi.NewPodsServer(podsapi.NewBroadcaster(n.ctx), n.view.manager, n.view.statuses, surroundings{n})
+	return podsapi.NewPodsServer(podsapi.NewBroadcaster(n.ctx), n.view.manager, n.view.statuses, surroundings{n, n.ctx})
 }
 
 func (n *Node) newTopologyManager() (topologymanager.Manager, error) {
