@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import yaml
@@ -47,8 +47,6 @@ KUBELET_KEYS = (
     "topologyManagerPolicyOptions",
     "topologyManagerScope",
 )
-
-Value = TypeVar("Value")
 
 
 class Recording(NamedTuple):
