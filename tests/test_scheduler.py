@@ -511,6 +511,38 @@ def test_a_panic_would_be_seen(
         started.close()
 
 
+@pytest.mark.parametrize(
+    ("strategy", "ends"),
+    [
+        ("LeastAllocated", "integer divide by zero"),
+        ("MostAllocated", "integer divide by zero"),
+        ("LeastNUMANodes", None),
+    ],
+)
+def test_one_kind_of_pod_ends_it_whatever_the_objects_say(
+    cluster: Cluster, apiserver: ApiServer, go_program: GoProgram, strategy: str, ends: str | None
+) -> None:
+    """A Guaranteed pod by its own resources, with a container that requests nothing: its score is
+    a sum over no request, divided by their number."""
+    for number in range(2):  # one alone is not scored
+        name = f"{cluster.namespace}-{number}"
+        config = {"topologyManagerPolicy": SINGLE}
+        model_node(cluster, name, machine("hgx-h100-oci"), config).publish()
+    started = Scheduler(go_program("scheduler"), apiserver, strategy=strategy)
+    made = pod("p", {})
+    own = {"cpu": "2", "memory": "1Gi"}
+    made["spec"]["resources"] = {"requests": own, "limits": own}
+    cluster.create(made, started.name)
+    if ends is None:
+        cluster.wait_placed(started, ["p"], within_s=10)
+        started.close()
+        return
+    with pytest.raises(SchedulerError, match=ends):
+        cluster.wait_placed(started, ["p"], within_s=10)
+    with pytest.raises(SchedulerError, match=ends):
+        started.close()
+
+
 # The fingerprint
 
 
