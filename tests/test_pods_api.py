@@ -642,7 +642,7 @@ RETRIES = [
     (grpc.StatusCode.UNAVAILABLE, 1, 0.25),
     (grpc.StatusCode.UNAVAILABLE, 3, 1.0),
     (grpc.StatusCode.FAILED_PRECONDITION, 100, 5.0),
-    *((code, 1, RETRY_NOT_SERVED_S) for code in ABSENT),
+    *((code, 1, RETRY_NOT_SERVED_S) for code in sorted(ABSENT, key=str)),
     (None, 1, 0.25),
 ]
 
