@@ -1,5 +1,7 @@
 """What every test can ask for: real parts of Kubernetes, built when first needed."""
 
+import os
+import random
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -56,6 +58,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
     One file, or a run that somebody watches (-s, --pdb), stays in one process.
     """
+    # Workers must collect the same tests in the same order, also of a parametrization by a set.
+    os.environ.setdefault("PYTHONHASHSEED", str(random.randrange(2**32)))
     options = config.option
     if is_worker(config) or getattr(options, "numprocesses", 0) is not None:
         return  # 0 stands for: pytest-xdist is not installed
