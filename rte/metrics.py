@@ -36,6 +36,12 @@ class Named(NamedTuple):
 METRICS = (
     Named("rte_build_info", "gauge", ("version",), "1, for the version that runs."),
     Named("rte_problem", "gauge", ("subject",), "1 for each thing that is wrong now."),
+    Named(
+        "rte_http_certificate_expiration_timestamp_seconds",
+        "gauge",
+        (),
+        "When the certificate that is served ends, in seconds since the epoch; without TLS absent.",
+    ),
     # The publisher
     Named("rte_looks_total", "counter", ("reason",), "Looks at the node, by what asked for them."),
     Named(
@@ -239,6 +245,8 @@ class Measured(NamedTuple):
     """Who tells of the pods' phases and requests; None: nobody."""
     problems: Callable[[], Mapping[str, object]] = dict
     """What is wrong now, by subject."""
+    certificate_ends: Callable[[], float | None] = lambda: None
+    """When the server's certificate ends, in seconds since the epoch; None: it has none."""
 
 
 def renderer(measured: Measured) -> Callable[[], bytes]:
@@ -257,6 +265,8 @@ class _Collector(Collector):
         it = self._measured
         yield _gauge("rte_build_info", [((it.version,), 1)])
         yield _gauge("rte_problem", (((subject,), 1) for subject in it.problems()))
+        if (ends := it.certificate_ends()) is not None:
+            yield _gauge("rte_http_certificate_expiration_timestamp_seconds", [((), ends)])
         if it.publisher is not None:
             yield from publisher_metrics(it.publisher, it.disagreement())
             source = it.pods_source()

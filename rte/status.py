@@ -1,7 +1,8 @@
 """HTTP for probes, Prometheus and people: /metrics /healthz /readyz and the pages that name pods.
 
 Read-only, one request a connection, bounded in size, time and number. Pages that name pods answer
-on loopback only (`kubectl port-forward`), unless the operator opens them.
+on loopback (`kubectl port-forward`) and to a verified client certificate only, unless the operator
+opens them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from rte.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +29,8 @@ CONNECTION_S = 10.0  # a client that says nothing for so long is gone
 MOST_CONNECTIONS = 16
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
+HANDSHAKE = b"\x16"  # the first byte of whoever speaks TLS (RFC 8446, 5.1)
+NO_TLS = b"HTTP/1.0 400 Bad Request\r\nConnection: close\r\n\r\nTLS is spoken here: use https://\n"
 
 
 class StatusError(OSError):
@@ -49,11 +55,19 @@ class Probes(NamedTuple):
 class StatusServer:
     """Serves until `stop`."""
 
-    def __init__(self, probes: Probes, pages: Mapping[str, Page], *, open_pages: bool) -> None:
+    def __init__(
+        self,
+        probes: Probes,
+        pages: Mapping[str, Page],
+        *,
+        open_pages: bool,
+        tls: Tls | None = None,
+    ) -> None:
         """`pages` is path → page; /healthz, /readyz and / are added to them."""
         self.probes = probes
         self.pages = pages
         self.open_pages = open_pages
+        self.tls = tls
         self.port: int | None = None
         self._stopping = threading.Event()
         self._server: _Server | None = None
@@ -88,8 +102,14 @@ class StatusServer:
         while not self._stopping.is_set():
             server.handle_request()
 
-    def answer(self, path: str, *, local: bool) -> tuple[HTTPStatus, str, bytes]:
-        """Status, content type and content for a path, asked from loopback or not."""
+    def is_trusted(self, client: str, connection: socket.socket) -> bool:
+        """Whether pages that name pods are for a client, by its address or its certificate."""
+        if is_loopback(client):
+            return True
+        return self.tls is not None and self.tls.is_verified(connection)
+
+    def answer(self, path: str, *, trusted: bool) -> tuple[HTTPStatus, str, bytes]:
+        """Status, content type and content for a path."""
         if path == "/healthz":
             stuck = self.probes.stuck()
             return _words({} if stuck is None else {"stuck": stuck}, "ok")
@@ -101,8 +121,11 @@ class StatusServer:
         page = self.pages.get(path)
         if page is None:
             return HTTPStatus.NOT_FOUND, TEXT, b"not found; / lists what is here\n"
-        if page.names_pods and not local and not self.open_pages:
-            text = b"this page names pods: use kubectl port-forward, or set http.openPages\n"
+        if page.names_pods and not trusted and not self.open_pages:
+            text = (
+                b"this page names pods: use kubectl port-forward, or a client certificate of "
+                b"http.tls.clientCAFile, or set http.openPages\n"
+            )
             return HTTPStatus.FORBIDDEN, TEXT, text
         return HTTPStatus.OK, page.content_type, page.content()
 
@@ -145,6 +168,15 @@ class _Server(ThreadingHTTPServer):
         finally:
             self.free.release()
 
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """In the connection's own thread, so that a handshake holds nobody else."""
+        tls = self.status.tls
+        if tls is None:
+            super().finish_request(request, client_address)
+        elif speaks_tls(request):
+            with tls.accepted(request, within_s=CONNECTION_S) as connection:
+                super().finish_request(connection, client_address)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ends the connection; the server goes on."""
         if isinstance(sys.exception(), OSError):
@@ -162,8 +194,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
-        local = is_loopback(str(self.client_address[0]))
-        status, content_type, content = self.server.status.answer(path, local=local)
+        server = self.server.status
+        trusted = server.is_trusted(str(self.client_address[0]), self.connection)
+        status, content_type, content = server.answer(path, trusted=trusted)
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(content)))
@@ -176,6 +209,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         log.debug("http: %s %s", self.client_address[0], format % args)
+
+
+def speaks_tls(connection: socket.socket) -> bool:
+    """Whether a client begins with TLS; one that says something else is told."""
+    connection.settimeout(CONNECTION_S)
+    first = connection.recv(1, socket.MSG_PEEK)
+    if first in (HANDSHAKE, b""):
+        return first == HANDSHAKE
+    connection.recv(1 << 16)  # what is left unread would end the connection before the answer
+    connection.sendall(NO_TLS)
+    return False
 
 
 def is_loopback(address: str) -> bool:

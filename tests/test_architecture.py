@@ -21,7 +21,8 @@ ALLOWED = {
     "rte.nvidia": set(),
     "rte.control": set(),
     "rte.metrics": {"rte.model", "rte.graph"},
-    "rte.status": {"rte.model", "rte.graph", "rte.metrics", "rte.view"},
+    "rte.status": {"rte.model", "rte.graph", "rte.metrics", "rte.tls", "rte.view"},
+    "rte.tls": set(),
     "rte.pacer": {"rte.kubelet"},
     "rte.problems": set(),
     "rte.agent": {

@@ -101,11 +101,11 @@ def test_pages_are_found_by_path_alone(daemon: Daemon) -> None:
 
 def test_pages_that_name_pods_are_for_loopback(daemon: Daemon) -> None:
     assert daemon.ask("/topology")[0] == 200
-    status, _, text = daemon.server.answer("/topology", local=False)
+    status, _, text = daemon.server.answer("/topology", trusted=False)
     assert (status, b"port-forward" in text) == (403, True)
-    assert daemon.server.answer("/metrics", local=False)[0] == 200
+    assert daemon.server.answer("/metrics", trusted=False)[0] == 200
     daemon.server.open_pages = True
-    assert daemon.server.answer("/topology", local=False)[0] == 200
+    assert daemon.server.answer("/topology", trusted=False)[0] == 200
 
 
 ADDRESSES = {
@@ -324,6 +324,7 @@ def test_every_metric_of_the_list_is_given_and_no_other() -> None:
             plugin=plugin(),
             plugin_buckets_s=(0.001, 0.003),
             disagreement=lambda: False,
+            certificate_ends=lambda: 1.8e9,
         )
     )().decode()
     given = dict(re.findall(r"^# TYPE (rte_\S+) (\S+)$", text, re.MULTILINE))

@@ -20,6 +20,7 @@ DO: Mapping[str, str] = {
     "state files": "seen at the next poll; report the file and the kubelet's release",
     "kubelet configuration": "restart the kubelet, or put its file back",
     "configuration": "repair the file; the last good one is in force",
+    "certificate": "see what renews its Secret; the last good one is in force",
     "Node": "may it get nodes? Unbound resources have the machine's figures until then",
 }
 

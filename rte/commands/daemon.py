@@ -34,13 +34,14 @@ from rte.control import Answer, Asked, ControlError, ControlServer
 from rte.graph.build import Graph, build
 from rte.graph.groups import Group, GroupsError, groups
 from rte.kubelet.usage import KubeletError
-from rte.kubelet.watch import watch
+from rte.kubelet.watch import FileWatch, watch
 from rte.metrics import Measured
 from rte.model import Machine
 from rte.status import Probes, StatusError, StatusServer
 
 if TYPE_CHECKING:
     from rte.commands.publisher import Publisher
+    from rte.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Told(Enum):
     RELEASE = "release"
     END = "end"  # of a release
     CONFIGURATION = "configuration"
+    CERTIFICATE = "certificate"
     OUTGROWN = "outgrown"
 
 
@@ -187,6 +189,7 @@ class Daemon:
         self.hardware = parts.hardware(config, on_outgrown=self._outgrown)
         self.plugin: DevicePlugin | None = None
         self.publisher: Publisher | None = None
+        self.tls: Tls | None = None
         self._ends: list[Callable[[], None]] = []  # in the order of stopping
 
     def plug(self, *, publishes: bool) -> None:
@@ -254,11 +257,11 @@ class Daemon:
 
     def wait(self) -> int:
         """Does what it is told until the end; the exit status."""
-        watched = None
-        if self.files:
-            watched = watch(self.files, lambda _: self.told.put(Told.CONFIGURATION))
-            self.told.put(Told.CONFIGURATION)  # it may have changed since it was read
-        try:
+        with contextlib.ExitStack() as watches:
+            if self.files:
+                watches.callback(self._follow(self.files, Told.CONFIGURATION).close)
+            if self.tls is not None:
+                watches.callback(self._follow(self.tls.files.paths, Told.CERTIFICATE).close)
             while True:
                 word = self._told()
                 if word is Told.STOP:
@@ -277,9 +280,14 @@ class Daemon:
                 elif word is Told.CONFIGURATION:
                     self.cordons.reload()
                     self._reread()
-        finally:
-            if watched is not None:
-                watched.close()
+                elif word is Told.CERTIFICATE and self.tls is not None:
+                    self.tls.reload()
+
+    def _follow(self, files: Sequence[Path], word: Told) -> FileWatch:
+        """Puts the word at each change from now on, and once for what came since they were read."""
+        watched = watch(files, lambda _: self.told.put(word))
+        self.told.put(word)
+        return watched
 
     def _reread(self) -> None:
         """Lets the parts follow the configuration as it is now, as a whole or not at all."""
@@ -422,11 +430,14 @@ class Daemon:
             withheld=lambda: self.cordons.now,
             pods_source=lambda: None if publisher is None else publisher.pods.source,
             problems=self.problems,
+            certificate_ends=lambda: None if self.tls is None else self.tls.ends,
         )
+        self.tls = parts.tls(self.config)
         status = StatusServer(
             Probes(not_ready=self.not_ready, stuck=self.stuck),
             pages(measured, graph=self._graph, groups=self._groups, plugin=self.plugin),
             open_pages=self.config.http.open_pages,
+            tls=self.tls,
         )
         status.start(self.config.http.address, port)
         self._ends.append(status.stop)
@@ -452,6 +463,8 @@ class Daemon:
         found = {subject: str(each) for subject, each in current.items()} | self._in_the_way()
         if damaged := self.cordons.problem or self.refused:
             found["configuration"] = damaged
+        if self.tls is not None and (problem := self.tls.problem):
+            found["certificate"] = problem
         return found
 
     def _in_the_way(self) -> dict[str, str]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rte.pacer import Pace
     from rte.publish.apply import ApiServer
     from rte.publish.labels import Label
+    from rte.tls import Tls
 
 
 class Refused(Exception):
@@ -164,6 +165,29 @@ def state_dir(config: Config) -> Path | None:
     made here: what should outlive a container is mounted into it."""
     folder = Path(config.state_dir)
     return folder if folder.is_dir() else None
+
+
+# HTTP
+
+
+def tls(config: Config) -> Tls | None:
+    """The certificate that pages are served with; None: they are served without. Raises Refused
+    for files that cannot be served with."""
+    chosen = config.http.tls
+    if not chosen.cert_file or not chosen.key_file:
+        return None
+    from rte.tls import Tls, TlsError, TlsFiles  # noqa: PLC0415 - an option
+
+    files = TlsFiles(
+        certificate=Path(chosen.cert_file),
+        key=Path(chosen.key_file),
+        client_ca=Path(chosen.client_ca_file) if chosen.client_ca_file else None,
+        min_version=chosen.min_version,
+    )
+    try:
+        return Tls(files)
+    except TlsError as error:
+        raise Refused(str(error)) from error
 
 
 # The kubelet

@@ -32,6 +32,7 @@ def check(config: Config, source: str) -> None:
         fabric(config),
         sharing(config),
         imex(config),
+        http(config),
     )
     for key, problem in problems:
         raise ConfigError(key, source, problem)
@@ -146,3 +147,16 @@ def sharing(config: Config) -> Problems:
 def imex(config: Config) -> Problems:
     if config.imex.channel_ids not in ((), (0,)):
         yield "imex.channelIDs", f"must be [] or [0], not {list(config.imex.channel_ids)}"
+
+
+def http(config: Config) -> Problems:
+    tls = config.http.tls
+    if tls.cert_file and not tls.key_file:
+        yield "http.tls.keyFile", "is needed with http.tls.certFile"
+    if tls.key_file and not tls.cert_file:
+        yield "http.tls.certFile", "is needed with http.tls.keyFile"
+    if tls.client_ca_file and not tls.cert_file:
+        yield (
+            "http.tls.clientCAFile",
+            "needs http.tls.certFile: without TLS nobody has a certificate",
+        )

@@ -562,6 +562,33 @@ class Health(Section, frozen=True, kw_only=True):
     ] = False
 
 
+class HttpTls(Section, frozen=True, kw_only=True):
+    cert_file: Annotated[
+        str | None,
+        opt(
+            "Serving certificate (PEM), as mounted here, with those between it and its authority; "
+            "with it TLS is spoken, and a changed file is followed.",
+            flag="--tls-cert-file",
+        ),
+    ] = None
+    key_file: Annotated[
+        str | None,
+        opt("Key of that certificate (PEM, without a password).", flag="--tls-private-key-file"),
+    ] = None
+    client_ca_file: Annotated[
+        str | None,
+        opt(
+            "Authorities (PEM) whose client certificates open the pages that name pods; nobody "
+            "needs one for metrics and probes.",
+            flag="--client-ca-file",
+        ),
+    ] = msgspec.field(default=None, name="clientCAFile")
+    min_version: Annotated[
+        Literal["VersionTLS12", "VersionTLS13"],
+        opt("The oldest version of TLS that is spoken.", flag="--tls-min-version"),
+    ] = "VersionTLS12"
+
+
 class Http(Section, frozen=True, kw_only=True):
     address: Annotated[
         str, opt("Address to listen on.", env="METRICS_ADDRESS", flag="--metrics-ip")
@@ -575,8 +602,13 @@ class Http(Section, frozen=True, kw_only=True):
         ),
     ] = None
     open_pages: Annotated[
-        bool, opt("Serve the pages that name pods to everybody, not to loopback only.")
+        bool,
+        opt(
+            "Serve the pages that name pods to everybody, not only to loopback and client "
+            "certificates."
+        ),
     ] = False
+    tls: HttpTls = HttpTls()
 
 
 class Config(Section, frozen=True, kw_only=True):
