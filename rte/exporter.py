@@ -43,11 +43,26 @@ PASSED_OVER = frozenset(
         "topologyExporter.maxEventPerTimeUnit",
         "topologyExporter.timeUnitToLimitEvents",
         "topologyExporter.referenceContainer",
-        "topologyExporter.metricsTLS",
     }
 )
 
-NO_TLS = "metrics are served without TLS here; say http or disabled"
+# What counts only together.
+METRICS_MODE, METRICS_TLS = "topologyExporter.metricsMode", "topologyExporter.metricsTLS"
+# The keys of the latter and what they are by default.
+TLS_DEFAULTS: Json = {
+    "certsDir": "/etc/secrets/rte",
+    "certFile": "tls.crt",
+    "keyFile": "tls.key",
+    "wantCliAuth": False,
+    "minTLSVersion": "",
+    "cipherSuites": "",
+}
+TRUE = (True, "true", "True", "TRUE", "T", "t", "1")
+CLIENTS = (
+    "metrics need no client certificate here, only the pages that name pods do "
+    "(http.tls.clientCAFile); leave it out"
+)
+SUITES = "the suites of TLS 1.2 are OpenSSL's here; say VersionTLS13, which has its own, or none"
 ALL_PODS = "an object without the pods of all namespaces misleads the scheduler; leave it out"
 FINGERPRINT = "an object without the pods' fingerprint misleads the scheduler; leave it out"
 
@@ -79,11 +94,12 @@ def translated(data: Mapping[str, Any]) -> Translated:
     passed_over: list[str] = []
     for name in FIRST & data.keys():
         _take(name, data[name], ours, passed_over)
+    _take_metrics(data.get("topologyExporter") or {}, ours, passed_over)
     return Translated(ours, tuple(sorted(passed_over)))
 
 
 def _take(key: str, value: Any, ours: Json, passed_over: list[str]) -> None:
-    if value is None:
+    if value is None or key in (METRICS_MODE, METRICS_TLS):
         return
     if key in TAKEN:
         put(ours, TAKEN[key], value)
@@ -95,20 +111,57 @@ def _take(key: str, value: Any, ours: Json, passed_over: list[str]) -> None:
     elif key in SECTIONS:
         if not isinstance(value, dict):
             raise ExporterError(key, f"expected a mapping, got {value!r}")
-        inner = {f"{key}.{name}": each for name, each in value.items()}
-        for name in sorted(inner, key=lambda name: name in SPECIAL):  # metricsMode after its port
-            _take(name, inner[name], ours, passed_over)
+        for name, each in value.items():
+            _take(f"{key}.{name}", each, ours, passed_over)
     else:
         raise ExporterError(key, "there is nothing like it here")
 
 
-def metrics_mode(mode: Any) -> Json:
-    """What disabled, http or httptls comes to. Raises ValueError."""
+def _take_metrics(exporter: Mapping[str, Any], ours: Json, passed_over: list[str]) -> None:
+    """How metrics are served, which is said after their port."""
+    mode, tls = exporter.get("metricsMode"), exporter.get("metricsTLS")
+    if tls is not None and not isinstance(tls, dict):
+        raise ExporterError(METRICS_TLS, f"expected a mapping, got {tls!r}")
+    try:
+        mode = "http" if mode is None else metrics_mode(mode)
+        found = metrics_tls(tls or {}) if mode == "httptls" else {}
+    except ExporterError as error:
+        raise ExporterError(f"{METRICS_TLS}.{error.key}", error.problem) from error
+    except ValueError as error:
+        raise ExporterError(METRICS_MODE, str(error)) from error
     if mode == "disabled":
-        return {"http.port": 0}
-    if mode == "http":
-        return {}
-    raise ValueError(NO_TLS if mode == "httptls" else f"expected disabled or http, got {mode!r}")
+        found = {"http.port": 0}
+    if tls and mode != "httptls":
+        passed_over.append(f"{METRICS_TLS} changes nothing without metricsMode: httptls")
+    for key, value in found.items():
+        put(ours, key, value)
+
+
+def metrics_mode(mode: Any) -> str:
+    """disabled, http or httptls. Raises ValueError."""
+    word = str(mode).lower()
+    if word not in ("disabled", "http", "httptls"):
+        raise ValueError(f"expected disabled, http or httptls, got {mode!r}")
+    return word
+
+
+def metrics_tls(said: Mapping[str, Any]) -> Json:
+    """What `said`, by the keys of TLS_DEFAULTS, comes to. Raises ExporterError, with such a key."""
+    for key in said.keys() - TLS_DEFAULTS.keys():
+        raise ExporterError(key, "there is nothing like it here")
+    chosen = TLS_DEFAULTS | {key: value for key, value in said.items() if value not in (None, "")}
+    version = chosen["minTLSVersion"] or "VersionTLS12"
+    if version not in ("VersionTLS12", "VersionTLS13"):
+        raise ExporterError("minTLSVersion", f"expected VersionTLS12 or VersionTLS13: {version!r}")
+    if chosen["wantCliAuth"] in TRUE:
+        raise ExporterError("wantCliAuth", CLIENTS)
+    if chosen["cipherSuites"] and version != "VersionTLS13":
+        raise ExporterError("cipherSuites", SUITES)
+    return {
+        "http.tls.certFile": f"{chosen['certsDir']}/{chosen['certFile']}",
+        "http.tls.keyFile": f"{chosen['certsDir']}/{chosen['keyFile']}",
+        "http.tls.minVersion": version,
+    }
 
 
 def all_pods(namespace: Any) -> Json:
@@ -120,7 +173,7 @@ def all_pods(namespace: Any) -> Json:
 
 def fingerprint(wanted: Any) -> Json:
     """Nothing where it is wanted. Raises ValueError."""
-    if wanted in (True, "true", "True", "TRUE", "T", "t", "1"):
+    if wanted in TRUE:
         return {}
     raise ValueError(FINGERPRINT)
 
@@ -165,7 +218,6 @@ SPECIAL: Mapping[str, Callable[[Any], Json]] = {
         "resourceMonitor.namespace": all_pods,
         "resourceMonitor.podSetFingerprint": fingerprint,
         "topologyExporter.sleepInterval": _nanoseconds,
-        "topologyExporter.metricsMode": metrics_mode,
     }.items()
 }
 SECTIONS = {key.rpartition(".")[0] for key in (*TAKEN, *SPECIAL)} - {""}

@@ -151,8 +151,7 @@ def test_flags_of_their_logs_change_nothing(capsys: pytest.CaptureFixture[str]) 
 REFUSED = {
     "--pods-fingerprint=false": "fingerprint",
     "--watch-namespace=rte": "all namespaces",
-    "--metrics-mode=httptls": "without TLS",
-    "--metrics-mode=https": "disabled or http",
+    "--metrics-mode=https": "disabled, http or httptls",
     "--kubelet-config-uri=http://localhost:10255/configz": "file:///PATH",
     "--no-such-flag": "unrecognized",
 }
@@ -172,6 +171,43 @@ def test_metrics_that_are_disabled_are_so_whatever_the_port(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert said(capsys, "--metrics-mode=disabled", "--metrics-port=2112")["http.port"] == "0"
+
+
+TLS = ("http.tls.certFile", "http.tls.keyFile", "http.tls.minVersion")
+
+
+def test_metrics_by_tls_take_the_exporters_files(capsys: pytest.CaptureFixture[str]) -> None:
+    found = said(capsys, "--metrics-mode=httptls")
+    assert [found[key] for key in TLS] == [
+        "/etc/secrets/rte/tls.crt",
+        "/etc/secrets/rte/tls.key",
+        "VersionTLS12",
+    ]
+    flags = {**EXPORTERS, "metrics-mode": "httptls", "metrics-certs-dir": "/x"}
+    flags["metrics-cert-file"] = "a.pem"
+    found = said(capsys, *words(flags, "--"))
+    assert [found[key] for key in TLS] == ["/x/a.pem", "/x/tls.key", "VersionTLS13"]
+    assert found["http.port"] == "2112"
+    found = said(capsys, *words(EXPORTERS, "--"))
+    assert [found[key] for key in TLS] == ["null", "null", "VersionTLS12"], "not without the mode"
+
+
+NO_TLS = {
+    "--metrics-want-cli-auth": "clientCAFile",
+    "--metrics-tls-min-version=VersionTLS10": "VersionTLS12 or VersionTLS13",
+    "--metrics-tls-cipher-suites=TLS_ECDHE_RSA_WITH_AES_128_GCM_SHA256": "VersionTLS13",
+}
+
+
+@pytest.mark.parametrize(("flag", "why"), NO_TLS.items())
+def test_tls_that_would_be_less_than_was_asked_is_refused(
+    capsys: pytest.CaptureFixture[str], flag: str, why: str
+) -> None:
+    assert main(["publish", "--metrics-mode=httptls", flag, "--dump-config"]) == 2
+    error = capsys.readouterr().err
+    assert flag.partition("=")[0] in error
+    assert why in error
+    assert main(["publish", "--metrics-mode=http", flag, "--dump-config"]) == 0
 
 
 def test_the_documents_name_every_flag() -> None:
@@ -266,6 +302,14 @@ def test_the_exporters_daemon_file_is_followed(tmp_path: Path) -> None:
     assert found.kubelet.config_file == "/podresources/config.yaml"
     assert (found.nrt.publish, found.nrt.owner) == (True, False)
     assert (found.http.port, found.http.address) == (0, "127.0.0.1")
+    assert found.http.tls == Config().http.tls
+
+
+def test_the_exporters_daemon_file_is_followed_in_tls(tmp_path: Path) -> None:
+    found = read(tmp_path, DAEMON.replace("disabled", "HTTPTLS"))
+    assert (found.http.port, found.http.address) == (2112, "127.0.0.1")
+    assert found.http.tls.cert_file == "/etc/secrets/rte/tls.crt"
+    assert found.http.tls.key_file == "/etc/secrets/rte/tls.key"
 
 
 def test_the_updaters_file_is_followed(tmp_path: Path) -> None:
@@ -287,7 +331,16 @@ BAD: dict[str, tuple[str, str]] = {
     ),
     "resourceMonitor.namespace": ("resourceMonitor: {namespace: a}", "misleads the scheduler"),
     "nrtUpdater.oneShot": ("nrtUpdater: {oneShot: true}", "--oneshot"),
-    "topologyExporter.metricsMode": ("topologyExporter: {metricsMode: httptls}", "TLS"),
+    "topologyExporter.metricsMode": ("topologyExporter: {metricsMode: tls}", "httptls"),
+    "topologyExporter.metricsTLS": ("topologyExporter: {metricsTLS: x}", "a mapping"),
+    "topologyExporter.metricsTLS.wantCliAuth": (
+        "topologyExporter: {metricsMode: httptls, metricsTLS: {wantCliAuth: true}}",
+        "clientCAFile",
+    ),
+    "topologyExporter.metricsTLS.new": (
+        "topologyExporter: {metricsMode: httptls, metricsTLS: {new: 1}}",
+        "nothing like it",
+    ),
     "topologyExporter.sleepInterval": ("topologyExporter: {sleepInterval: 10s}", "nanoseconds"),
     "topologyExporter.new": ("topologyExporter: {new: 1}", "nothing like it"),
     "global": ("global: 3", "a mapping"),

@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rte.exporter import all_pods, fingerprint, metrics_mode
+from rte.config import ConfigError
+from rte.exporter import ExporterError, all_pods, fingerprint, metrics_mode, metrics_tls
 
 # Flags of NVIDIA's device plugin that change nothing here; docs/migrate.md says why.
 NVIDIA = (
@@ -31,13 +32,16 @@ EXPORTER = (
     "--exclude-terminal-pods",
     "--reference-container",
     "--pods-fingerprint-status-file",
-    "--metrics-certs-dir",
-    "--metrics-cert-file",
-    "--metrics-key-file",
-    "--metrics-want-cli-auth",
-    "--metrics-tls-min-version",
-    "--metrics-tls-cipher-suites",
 )
+# Those that count with --metrics-mode=httptls only → the keys of its file for them.
+METRICS_TLS = {
+    "--metrics-certs-dir": "certsDir",
+    "--metrics-cert-file": "certFile",
+    "--metrics-key-file": "keyFile",
+    "--metrics-want-cli-auth": "wantCliAuth",
+    "--metrics-tls-min-version": "minTLSVersion",
+    "--metrics-tls-cipher-suites": "cipherSuites",
+}
 # Those of nfd-topology-updater; docs/migrate.md says why.
 UPDATER = ("--api-auth-token-file",)
 # Those of klog, which both log with.
@@ -59,8 +63,8 @@ KLOG = (
 )
 PASSED_OVER = (*NVIDIA, *EXPORTER, *UPDATER, *KLOG)
 
-NO_METRICS = "no_metrics"
-"""Set where the port does not count, wherever that is named."""
+METRICS_MODE = "metrics_mode"
+"""Set to disabled, http or httptls, which counts whatever the port and wherever that is named."""
 
 Meant = Callable[[str], Mapping[str, Any]]
 """A flag's value → our dotted keys and their values; raises ValueError with the reason."""
@@ -75,7 +79,7 @@ def _kubelet_config_uri(uri: str) -> Mapping[str, Any]:
 
 
 def _metrics_mode(mode: str) -> Mapping[str, Any]:
-    return {NO_METRICS: True} if metrics_mode(mode) else {}
+    return {METRICS_MODE: metrics_mode(mode)}
 
 
 def _debug(wanted: str) -> Mapping[str, Any]:
@@ -117,11 +121,29 @@ def add_carried(parser: argparse.ArgumentParser, *, publishes: bool) -> None:
     """The flags, which the help does not list; those of exporters only where it `publishes`."""
     for flag in PASSED_OVER:
         parser.add_argument(flag, nargs="?", dest="passed_over", help=argparse.SUPPRESS)
+    for flag in METRICS_TLS:
+        parser.add_argument(flag, nargs="?", const="true", help=argparse.SUPPRESS)
     for flag in MEANT if publishes else ():
         optional: dict[str, Any] = {"nargs": "?", "const": "true"} if flag in BOOLEAN else {}
         parser.add_argument(
             flag, action=Carry, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **optional
         )
+
+
+def carried(given: Mapping[str, Any]) -> Mapping[str, str]:
+    """Dotted keys and their texts of what flags come to together. Raises ConfigError."""
+    mode = given.get(METRICS_MODE)
+    if mode == "disabled":
+        return {"http.port": "0"}
+    if mode != "httptls":
+        return {}
+    of_key = {key: flag for flag, key in METRICS_TLS.items()}
+    said = {key: given.get(flag[2:].replace("-", "_")) for key, flag in of_key.items()}
+    try:
+        return metrics_tls(said)
+    except ExporterError as error:
+        flag = f"flag {of_key[error.key]}"
+        raise ConfigError("http.tls", flag, error.problem) from error
 
 
 def with_two_dashes(words: Sequence[str]) -> list[str]:

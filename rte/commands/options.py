@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from rte.commands.carried import NO_METRICS, add_carried
+from rte.commands.carried import add_carried, carried
 from rte.config import Config, load, options, type_name
 
 
@@ -55,12 +55,10 @@ def configuration(args: argparse.Namespace) -> Config:
     """The effective configuration; raises ConfigError."""
     given = vars(args)
     flags = {option.key: given[option.key] for option in options() if option.key in given}
-    if NO_METRICS in given:
-        flags["http.port"] = "0"
     return load(
         file=Path(args.config) if args.config else None,
         over=Path(args.config_file) if args.config_file else None,
-        flags=flags,
+        flags={**flags, **carried(given)},
     )
 
 
