@@ -1,7 +1,9 @@
 """That deploy/ is what it says: rendered as kubectl does, taken by a real API server, and tight."""
 
+import argparse
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import yaml
 from msgspec import structs
 
+from rte.commands.options import add_options, configuration
 from rte.config import load
 from tests.conftest import GoProgram, StartKubelet
 from tests.deployed import DEPLOY, ROOT, apply_strictly, config_text, deploy, of_kind
@@ -296,8 +299,9 @@ def test_probes_and_policies_name_the_port_that_the_program_serves(render: Rende
     for each in pods(render):
         (port,) = each.container["ports"]
         assert port["containerPort"] == (2113 if each.container["args"][0] == "plugin" else 2112)
+        tls = {"scheme": "HTTPS"} if each.folder == "overlays/tls" else {}
         for probe, path in (("livenessProbe", "/healthz"), ("readinessProbe", "/readyz")):
-            assert each.container[probe]["httpGet"] == {"path": path, "port": port["name"]}
+            assert each.container[probe]["httpGet"] == {"path": path, "port": port["name"], **tls}
         labels = each.daemon_set["spec"]["template"]["metadata"]["labels"]
         (policy,) = (
             p["spec"]
@@ -693,6 +697,51 @@ def test_the_pod_monitor_finds_the_pods_and_their_port(render: Render) -> None:
         assert labels[named["key"]] in named["values"]
         assert endpoint["port"] in {port["name"] for port in each.container["ports"]}
         assert monitor["metadata"]["namespace"] == each.daemon_set["metadata"]["namespace"]
+
+
+def test_with_tls_the_agents_serve_and_the_monitor_asks_by_the_secret(
+    render: Render, tmp_path: Path
+) -> None:
+    shutil.copy(DEPLOY / "examples" / "podmonitor.yaml", tmp_path)
+    kustomization = {
+        "resources": [
+            os.path.relpath(DEPLOY / "overlays/two-processes", tmp_path),
+            "podmonitor.yaml",
+        ],
+        "components": [os.path.relpath(DEPLOY / "components/tls", tmp_path)],
+    }
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+    objects = render(tmp_path)
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    for daemon_set in of_kind(objects, "DaemonSet"):
+        spec = daemon_set["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        _, _, _, *flags = container["args"]
+        tls = configuration(parser.parse_args(flags)).http.tls
+        (mount,) = (m for m in container["volumeMounts"] if m["name"] == "tls")
+        (secret,) = (v["secret"]["secretName"] for v in spec["volumes"] if v["name"] == "tls")
+        assert (tls.cert_file, tls.key_file) == (
+            f"{mount['mountPath']}/tls.crt",
+            f"{mount['mountPath']}/tls.key",
+        )
+        assert "subPath" not in mount, "a file by itself would stay the old one"
+        for probe in ("livenessProbe", "readinessProbe"):
+            assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+    (monitor,) = of_kind(objects, "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["scheme"] == "https"
+    assert endpoint["tlsConfig"]["ca"] == {"secret": {"name": secret, "key": "ca.crt"}}
+    (certificate,) = (
+        found
+        for block in re.findall(
+            r"```yaml\n(.*?)```", (ROOT / "docs" / "install.md").read_text(), re.DOTALL
+        )
+        if (found := yaml.safe_load(block)).get("kind") == "Certificate"
+    )
+    assert certificate["metadata"]["namespace"] == monitor["metadata"]["namespace"]
+    assert certificate["spec"]["secretName"] == secret
+    assert certificate["spec"]["dnsNames"] == [endpoint["tlsConfig"]["serverName"]]
 
 
 def test_the_sample_is_explained_where_the_documents_say_so() -> None:
