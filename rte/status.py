@@ -8,12 +8,14 @@ opens them.
 from __future__ import annotations
 
 import contextlib
+import io
 import ipaddress
 import logging
 import socket
 import socketserver
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CONNECTION_S = 10.0  # a client that says nothing for so long is gone
+CONNECTION_S = 10.0  # for what a client says and is told, as a whole
 MOST_CONNECTIONS = 16
 TEXT = "text/plain; charset=utf-8"
 JSON = "application/json"
@@ -187,10 +189,14 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = CONNECTION_S
     server_version = "rte"
     sys_version = ""
-    wbufsize = -1  # head and body in one packet
+
+    def setup(self) -> None:
+        self.connection = self.request
+        timed = Timed(self.connection, within_s=CONNECTION_S)
+        self.rfile = io.BufferedReader(timed)
+        self.wfile = io.BufferedWriter(timed)  # head and body in one packet
 
     def do_GET(self) -> None:
         path = urlsplit(self.path).path
@@ -220,6 +226,35 @@ def speaks_tls(connection: socket.socket) -> bool:
     connection.recv(1 << 16)  # what is left unread would end the connection before the answer
     connection.sendall(NO_TLS)
     return False
+
+
+class Timed(io.RawIOBase):
+    """A connection's bytes, within a time as a whole: a socket's own time-out starts anew at each
+    byte, and a client that trickles would keep its place for ever. Raises TimeoutError."""
+
+    def __init__(self, connection: socket.socket, *, within_s: float) -> None:
+        self.connection = connection
+        self.until = time.monotonic() + within_s
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._set_timeout()
+        return self.connection.recv_into(buffer)
+
+    def write(self, content: Any) -> int:
+        self._set_timeout()
+        return self.connection.send(content)
+
+    def _set_timeout(self) -> None:
+        left_s = self.until - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        self.connection.settimeout(left_s)
 
 
 def is_loopback(address: str) -> bool:

@@ -1,8 +1,11 @@
 """Probes, metrics and pages over real HTTP."""
 
+import contextlib
 import http.client
+import io
 import re
 import socket
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +33,7 @@ from rte.status import (
     Probes,
     StatusError,
     StatusServer,
+    Timed,
     is_loopback,
 )
 from tests.small_machine import address, machine
@@ -150,6 +154,33 @@ def test_silent_clients_do_not_use_up_the_daemon(daemon: Daemon) -> None:
             continue
     else:
         pytest.fail("closed connections are not given back")
+
+
+def test_a_client_has_its_time_as_a_whole() -> None:
+    """However often it says a byte, or takes one."""
+    ended = threading.Event()
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(0.02)
+
+    def trickle() -> None:
+        while not ended.is_set():
+            for at_a_time in (lambda: theirs.send(b"x"), lambda: theirs.recv(1)):
+                with contextlib.suppress(TimeoutError):
+                    at_a_time()
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        with pytest.raises(TimeoutError):
+            io.BufferedReader(Timed(ours, within_s=0.2)).readline()
+        written = io.BufferedWriter(Timed(ours, within_s=0.2))
+        with pytest.raises(TimeoutError):
+            written.write(bytes(1 << 26))
+    finally:
+        ended.set()
+        thread.join()
+        ours.close()
+        theirs.close()
 
 
 def test_an_oversized_request_is_refused(daemon: Daemon) -> None:
