@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import msgspec
@@ -146,6 +147,63 @@ def test_a_quiet_watch_outlives_the_time_out_of_a_request(
     later.join()
     events.close()  # type: ignore[attr-defined]
     api.close()
+
+
+class LateServer:
+    """An API server without pods that answers a watch when it is told to, and then says nothing."""
+
+    def __init__(self) -> None:
+        self.asked, self.go, self.ends = (threading.Event() for _ in range(3))
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        self.ends.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+    def handler(late) -> type[BaseHTTPRequestHandler]:
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                if "watch=true" in self.path:
+                    late.asked.set()
+                    late.go.wait(20)
+                    self.answer(("Transfer-Encoding", "chunked"), b"")
+                    late.ends.wait(60)
+                else:
+                    nothing = b'{"metadata":{"resourceVersion":"1"},"items":[]}'
+                    self.answer(("Content-Length", str(len(nothing))), nothing)
+
+            def answer(self, length: tuple[str, str], body: bytes) -> None:
+                self.send_response(200)
+                self.send_header(*length)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        return Handler
+
+
+def test_a_watch_that_begins_while_it_is_stopped_ends() -> None:
+    server = LateServer()
+    followed = Followed(ApiServer(Access(server=server.url, token="t")), "n")
+    try:
+        assert server.asked.wait(20)
+        stopping = threading.Thread(target=followed.watch.stop, daemon=True)
+        stopping.start()
+        assert followed.watch._stopped.wait(20)
+        stopping.join(0.1)  # the connections are closed, and this one is not among them yet
+        server.go.set()
+        stopping.join(20)
+        assert not stopping.is_alive()
+    finally:
+        server.close()
 
 
 RETRIES = {

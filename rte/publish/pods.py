@@ -90,6 +90,8 @@ class PodWatch:
         while not self._stopped.is_set():
             changes = self._api.watch_pods(self._node, version=version, for_s=WATCH_S)
             for change in changes:
+                if self._stopped.is_set():
+                    return  # it was too late for `stop` to end this watch
                 if change is None:
                     self._regain()
                     continue
