@@ -17,8 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import grpc
-
+from rte.kubelet.channel import Channel
 from rte.kubelet.ended import ENDED, with_ended
 from rte.kubelet.plausible import Doubt, Look, doubt
 from rte.kubelet.policy import InForce, PolicyError, says
@@ -96,7 +95,7 @@ class Hardware(Protocol):
 class Kubelet(NamedTuple):
     """Where the kubelet of this node is."""
 
-    channel: grpc.Channel  # to the PodResources socket
+    channel: Channel  # to the PodResources socket
     root: Path  # its root directory, with the managers' state files
     plugin_dir: Path
     pod_resources_socket: Path
@@ -483,14 +482,16 @@ class Agent:
         )
 
     def _read_kubelet(self) -> tuple[Look, tuple[PodFacts, ...] | None]:
-        """What the kubelet says now and its files do, and then what is known of its pods. Raises
+        """What the kubelet says now, what is known of its pods, and what its files say. Raises
         KubeletError."""
         asked = time.monotonic()
         kubelet = self.kubelet
         usage = read_usage(kubelet.channel, kubelet.timeout_s)
         offer = ask_allocatable(kubelet.channel, kubelet.timeout_s)
         self._offered_bytes = len(offer)
-        handed_out, pods = self._handed_out(), self._sources.pods()
+        # Files that are younger than the pods' facts: a pod that is counted, and that the list does
+        # not have, is in them.
+        pods, handed_out = self._sources.pods(), self._handed_out()
         usage = with_ended(usage, handed_out, pods=pods)
         self._sources.listed(usage, asked)
         self.problems.end("kubelet")

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
 
 from rte.agent import Agent, Kubelet, Reason, Sources
@@ -265,6 +264,7 @@ class Node:
         self.published_policy: Policy | None = None
         self.changed: float | None = None  # the kubelet's configuration file
         self.facts: tuple[PodFacts, ...] | None = None
+        self.before_facts: Callable[[], None] = lambda: None
         self.composed = compose
         self.channel = usage.channel(self.socket)
         self.agent = Agent(
@@ -280,7 +280,7 @@ class Node:
                 policy=self.policy,
                 policy_changed=lambda: self.changed,
                 published_policy=lambda: self.published_policy,
-                pods=lambda: self.facts,
+                pods=self.tell_of_pods,
             ),
             compose=self.compose,
             sink=sink or FolderSink(self.out),
@@ -289,6 +289,10 @@ class Node:
 
     def compose(self, observation: Observation) -> list[dict[str, Any]]:
         return self.composed(observation)
+
+    def tell_of_pods(self) -> tuple[PodFacts, ...] | None:
+        self.before_facts()
+        return self.facts
 
     def policy(self) -> Policy | None:
         policy = self.policies[0] if len(self.policies) == 1 else self.policies.pop(0)
@@ -440,6 +444,38 @@ def test_a_passing_moment_is_not_published(node: Node, moment: dict[str, tuple[s
     node.until(lambda: node.writes() == 2)  # counted when the API server has answered
     assert len(seen) == 2
     assert node.agent.counts.doubted >= 3
+
+
+def test_a_pod_that_is_counted_is_one_whose_devices_are_known(node: Node) -> None:
+    """It starts after the list was asked for and before the pods' facts are: an object that counts
+    it and offers its devices would have them placed twice."""
+    node.hold(a=("GPU-0",))
+    node.facts = (running("a"),)
+    node.agent.start()
+    node.until(lambda: node.published() == "GPU-0")
+    seen: list[Observation] = []
+
+    def composed(observation: Observation) -> list[dict[str, Any]]:
+        seen.append(observation)
+        return compose(observation)
+
+    def start_another() -> None:
+        node.before_facts = lambda: None
+        node.hold(a=("GPU-0",), b=("GPU-1",))
+        node.facts = (running("a"), running("b"))
+
+    node.composed = composed
+    node.before_facts = start_another
+    node.agent.wake(Reason.POLL)
+    node.until(lambda: node.published() == "GPU-0,GPU-1")
+    for observation in seen:
+        held = {pod.pod for pod in observation.usage.pods}
+        assert {fact.pod for fact in observation.pods or ()} <= held
+
+
+def running(name: str) -> PodFacts:
+    pod = PodName(namespace="default", name=name)
+    return PodFacts(pod=pod, phase="Running", qos="BestEffort", uid=f"uid-{name}")
 
 
 def test_the_end_of_the_last_pod_is_soon_believed(node: Node) -> None:
@@ -980,7 +1016,7 @@ def test_stopping_before_anything_is_there_is_quick(make_node: MakeNode) -> None
 
 def test_the_files_that_are_watched_are_the_kubelets(tmp_path: Path) -> None:
     kubelet = Kubelet(
-        channel=grpc.insecure_channel("unix:/nowhere"),
+        channel=usage.channel(Path("/nowhere")),
         root=tmp_path,
         plugin_dir=tmp_path / "device-plugins",
         pod_resources_socket=tmp_path / "pod-resources" / "kubelet.sock",
