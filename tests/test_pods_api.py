@@ -422,6 +422,25 @@ def test_a_restart_of_the_kubelet_does_not_reach_the_api_server(
     assert not node.followed.told
 
 
+def test_a_path_that_no_file_can_have_is_a_problem_and_the_api_server_is_watched(
+    both: Both, stack: ExitStack, tmp_path: Path
+) -> None:
+    made: list[PodWatch] = []
+
+    def watch(wake: Wake, tell: Tell) -> PodWatch:
+        made.append(PodWatch(both.client(), both.node, wake, tell))
+        return made[-1]
+
+    both.create(pod("a", G))
+    socket = tmp_path / ("x" * 300) / "pods-api.sock"
+    followed = Followed(
+        lambda wake, tell: NodePods(socket=socket, api_server=watch, wake=wake, tell=tell)
+    )
+    stack.callback(followed.follower.stop)
+    followed.until_phases(a="Pending")
+    assert made
+
+
 def test_where_nobody_may_be_asked_nothing_is_known_and_that_is_no_problem(tmp_path: Path) -> None:
     alone = Followed(
         lambda wake, tell: NodePods(
@@ -468,10 +487,10 @@ class Bad(rpc.PodsServicer):
 
 
 @contextmanager
-def served(servicer: Bad | None) -> Iterator[Path]:
+def served(servicer: Bad | None, path: Path | None = None) -> Iterator[Path]:
     """The socket of a server; None serves nothing that anybody asks for."""
     folder = short_folder()
-    path = folder / "pods-api.sock"
+    path = path or folder / "pods-api.sock"
     server = grpc.server(ThreadPoolExecutor(4), options=[("grpc.max_send_message_length", -1)])
     if servicer is not None:
         rpc.add_PodsServicer_to_server(servicer, server)
@@ -484,6 +503,34 @@ def served(servicer: Bad | None) -> Iterator[Path]:
             servicer.ends.set()
         server.stop(0).wait()
         shutil.rmtree(folder)
+
+
+def test_who_has_made_the_socket_anew_is_followed_though_the_former_still_answers(
+    follow: Follow,
+) -> None:
+    former, kubelet = Bad(), Bad()
+    former.pods = [serialized("a")]
+    kubelet.pods = [serialized("a"), serialized("b")]
+    with served(former) as path:
+        ours = follow(path)
+        ours.until_phases(a="Running")
+        path.rename(path.with_name("former"))
+        with served(kubelet, path):
+            ours.until_phases(a="Running", b="Running")
+            ours.follower.stop()
+
+
+def test_a_socket_that_is_taken_away_is_no_end_while_the_kubelet_answers(follow: Follow) -> None:
+    kubelet = Bad()
+    kubelet.pods = [serialized("a")]
+    with served(kubelet) as path:
+        ours = follow(path)
+        ours.until_phases(a="Running")
+        kubelet.pods = [serialized("a", "Failed")]
+        path.rename(path.with_name("elsewhere"))
+        ours.until_phases(a="Failed")
+        assert ours.follower.problem is None
+        ours.follower.stop()
 
 
 def serialized(name: str, phase: str = "Running") -> bytes:
@@ -654,20 +701,45 @@ def test_when_the_kubelet_is_asked_again(
     assert retry_s(code, failures) == wait_s
 
 
+RUNS = core.ContainerStatus(state=core.ContainerState(running=core.ContainerStateRunning()))
+WAITS = core.ContainerStatus(state=core.ContainerState())
 PAUSES = {
-    "a pod ends": (60.0, listed("a", phase="Failed"), listed("a"), 0.1),
-    "it is still there": (0.4, listed("a", phase="Failed"), listed("a", phase="Failed"), 0.8),
-    "and after long": (10.0, listed("a", phase="Failed"), listed("a", phase="Failed"), 10.0),
-    "another ends": (10.0, listed("a", "b", phase="Failed"), listed("a", phase="Failed"), 0.1),
-    "none is there": (60.0, listed("a"), listed("a"), 60.0),
+    "a pod has ended": (0.0, 0.1),
+    "it is still there": (0.4, 0.4),
+    "and after long": (100.0, 10.0),
+    "none is there": (None, 60.0),
 }
 
 
-@pytest.mark.parametrize(("pause_s", "now", "before", "next_s"), PAUSES.values(), ids=PAUSES.keys())
+@pytest.mark.parametrize(("ended_for_s", "pause_s"), PAUSES.values(), ids=PAUSES.keys())
 def test_how_often_the_kubelet_is_asked_though_it_tells_nothing(
-    pause_s: float, now: Facts, before: Facts, next_s: float
+    ended_for_s: float | None, pause_s: float
 ) -> None:
-    assert pods.next_pause_s(pause_s, now, before) == next_s
+    assert pods.look_pause_s(ended_for_s) == pause_s
+
+
+EVICTED = {
+    "its containers run": (core.PodStatus(containerStatuses=[RUNS]), "Running"),
+    "it is being initialized": (
+        core.PodStatus(initContainerStatuses=[RUNS], containerStatuses=[WAITS]),
+        "Pending",
+    ),
+    "its sidecar and its containers run": (
+        core.PodStatus(initContainerStatuses=[RUNS], containerStatuses=[RUNS]),
+        "Running",
+    ),
+    "all have ended": (core.PodStatus(containerStatuses=[WAITS]), "Failed"),
+}
+
+
+@pytest.mark.parametrize(("status", "phase"), EVICTED.values(), ids=EVICTED.keys())
+def test_a_pod_that_was_evicted_before_we_came_has_the_phase_of_its_containers(
+    status: core.PodStatus, phase: str
+) -> None:
+    status.phase = "Failed"
+    metadata = core.ObjectMeta(name="a", namespace="default", uid="a")
+    text = core.Pod(metadata=metadata, status=status).SerializeToString()
+    assert [pod.phase for pod in parse_pods([text], known={}).values()] == [phase]
 
 
 def test_of_two_pods_of_one_name_the_one_that_runs_counts() -> None:

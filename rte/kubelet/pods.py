@@ -23,9 +23,10 @@ from google.protobuf.message import DecodeError
 from rte.kubelet.api import pod_pb2 as core
 from rte.kubelet.api import pods_pb2 as api
 from rte.kubelet.api import pods_pb2_grpc as rpc
+from rte.kubelet.channel import Channel
 from rte.kubelet.ended import ENDED
 from rte.kubelet.usage import KubeletError, ask, channel
-from rte.kubelet.watch import watch
+from rte.kubelet.watch import Signature, signature, watch
 from rte.model import PodFacts, PodName
 
 log = logging.getLogger(__name__)
@@ -37,15 +38,13 @@ LOOK_S = 60.0
 """The list is asked for so often though nothing is told."""
 LOOK_FIRST_S, LOOK_LAST_S = 0.1, 10.0
 """While there are pods that have ended: the object of one often goes at once, so the list is asked
-for that soon, then after pauses that double up to the last."""
+for that soon, then after as long as the last of them has ended, up to the last."""
 BETWEEN_S = 0.05
 """Between two lists: a pod that starts is told of five times."""
 COME_BACK_S = 15.0
 """So long after its start a kubelet's list may lack pods that it has not heard of yet: up to 1.36
 it answers all the same."""
 COME_BACK_LOOK_S = 1.0
-ONE_THREAD = ("SingleThreadedUnaryStream", 1)
-"""Of gRPC's: a watch that says nothing otherwise wakes two threads, for 4 s of CPU an hour."""
 RETRY_FIRST_S = 0.25
 RETRY_LONGEST_S = 5.0
 RETRY_NOT_SERVED_S = 300.0
@@ -79,7 +78,7 @@ class PodsApi:
         self._lost_at: float | None = float("-inf")  # since when the facts are not followed
         self._stopped = threading.Event()
         self._made_anew = False  # the socket, since it was last tried
-        self._channel: grpc.Channel | None = None
+        self._channel: Channel | None = None
         self._thread = threading.Thread(target=self._run, name="pods-api", daemon=True)
 
     def start(self) -> None:
@@ -141,16 +140,17 @@ class PodsApi:
 
     def _follow(self) -> None:
         """Follows the pods until that fails, which raises KubeletError, or until `stop`."""
-        if not self._socket.exists():
+        served = signature(self._socket)
+        if served is None:
             raise KubeletError(WATCH, f"there is no {self._socket}", grpc.StatusCode.NOT_FOUND)
-        with channel(self._socket, ONE_THREAD) as opened:
+        with channel(self._socket) as opened:
             with self._condition:
                 self._channel = opened
             kubelet = rpc.PodsStub(opened)
             told = Told(kubelet.WatchPods(api.WatchPodsRequest()), self._condition)
             try:
                 self._await_all(told)
-                self._ask_again_and_again(kubelet, told)
+                self._ask_again_and_again(kubelet, told, served)
             finally:
                 told.end()
 
@@ -165,25 +165,39 @@ class PodsApi:
         if not told.all:
             raise KubeletError(WATCH, f"not through with the pods after {ANSWER_S:g} s")
 
-    def _ask_again_and_again(self, kubelet: rpc.PodsStub, told: Told) -> None:
-        began = time.monotonic()
+    def _ask_again_and_again(self, kubelet: rpc.PodsStub, told: Told, served: Signature) -> None:
+        """`served` is the socket of the kubelet that is watched."""
+        began = last_end = time.monotonic()
         settled = False
-        pause_s = LOOK_S
         while not self._stopped.is_set():
             asked_at = time.monotonic()
-            told.news = False
+            with self._condition:
+                told.news = self._made_anew = False
             answer = ask(LIST, kubelet.ListPods, api.ListPodsRequest(), ANSWER_S)
+            if signature(self._socket) not in (None, served):
+                # Another kubelet than the watched one may have answered, whose first list may
+                # lack pods.
+                raise KubeletError(LIST, "the socket was made anew")
             known = self._known()
             facts = parse_pods(answer.pods, known=known)
             settled = settled or all_back(facts, known) or asked_at - began >= COME_BACK_S
             if settled:
-                pause_s = next_pause_s(pause_s, facts, known)
+                ended = ended_uids(facts)
+                if ended - ended_uids(known):
+                    last_end = asked_at
+                pause_s = look_pause_s(asked_at - last_end if ended else None)
                 self._take(facts)
             else:
                 pause_s = COME_BACK_LOOK_S
             with self._condition:
                 self._condition.wait_for(
-                    lambda: self._stopped.is_set() or told.news or told.error is not None, pause_s
+                    lambda: (
+                        self._stopped.is_set()
+                        or told.news
+                        or told.error is not None
+                        or self._made_anew
+                    ),
+                    pause_s,
                 )
                 over_s = asked_at + BETWEEN_S - time.monotonic()
                 self._condition.wait_for(
@@ -265,16 +279,14 @@ def all_back(facts: Mapping[PodName, PodFacts], known: Mapping[PodName, PodFacts
     return bool(facts) and live <= {pod.uid for pod in facts.values()}
 
 
-def next_pause_s(
-    pause_s: float, facts: Mapping[PodName, PodFacts], known: Mapping[PodName, PodFacts]
-) -> float:
-    """When to ask again if nothing is told, after this pause and a list with these facts."""
-    ended, had_ended = (
-        {pod.uid for pod in pods.values() if pod.phase in ENDED} for pods in (facts, known)
-    )
-    if ended - had_ended:
-        return LOOK_FIRST_S
-    return min(2 * pause_s, LOOK_LAST_S if ended else LOOK_S)
+def ended_uids(facts: Mapping[PodName, PodFacts]) -> set[str]:
+    return {pod.uid for pod in facts.values() if pod.phase in ENDED}
+
+
+def look_pause_s(ended_for_s: float | None) -> float:
+    """When to ask again if nothing is told. Since a pod has ended so long ago, the last of those
+    that are still there; None where there is none."""
+    return LOOK_S if ended_for_s is None else min(max(ended_for_s, LOOK_FIRST_S), LOOK_LAST_S)
 
 
 # A serialized Pod, as far as it matters
@@ -312,15 +324,21 @@ def with_public_phase(facts: PodFacts, status: core.PodStatus, before: PodFacts 
     """
     if facts.phase == "Pending" and not status.HasField("startTime"):
         return facts if before is None else replace(facts, phase=before.phase, qos=before.qos)
-    if facts.phase in ENDED and has_running(status):
-        phase = before.phase if before is not None and before.phase not in ENDED else "Running"
+    if facts.phase in ENDED and (phase := running_phase(status)) is not None:
+        if before is not None and before.phase not in ENDED:
+            phase = before.phase
         return replace(facts, phase=phase)
     return facts
 
 
-def has_running(status: core.PodStatus) -> bool:
-    containers = (*status.initContainerStatuses, *status.containerStatuses)
-    return any(container.state.HasField("running") for container in containers)
+def running_phase(status: core.PodStatus) -> str | None:
+    """The phase of a pod that its containers tell while some run, or None: it is Pending while
+    those are of its initialisation."""
+    if any(container.state.HasField("running") for container in status.containerStatuses):
+        return "Running"
+    if any(container.state.HasField("running") for container in status.initContainerStatuses):
+        return "Pending"
+    return None
 
 
 def parse_pod(pod: core.Pod) -> PodFacts:
