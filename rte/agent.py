@@ -17,7 +17,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from rte.kubelet.channel import Channel
+import grpc
+
 from rte.kubelet.ended import ENDED, with_ended
 from rte.kubelet.plausible import Doubt, Look, doubt
 from rte.kubelet.policy import InForce, PolicyError, says
@@ -95,7 +96,7 @@ class Hardware(Protocol):
 class Kubelet(NamedTuple):
     """Where the kubelet of this node is."""
 
-    channel: Channel  # to the PodResources socket
+    channel: grpc.Channel  # to the PodResources socket
     root: Path  # its root directory, with the managers' state files
     plugin_dir: Path
     pod_resources_socket: Path

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
 from rte.agent import Agent, Kubelet, Reason, Sources
@@ -1016,7 +1017,7 @@ def test_stopping_before_anything_is_there_is_quick(make_node: MakeNode) -> None
 
 def test_the_files_that_are_watched_are_the_kubelets(tmp_path: Path) -> None:
     kubelet = Kubelet(
-        channel=usage.channel(Path("/nowhere")),
+        channel=grpc.insecure_channel("unix:/nowhere"),
         root=tmp_path,
         plugin_dir=tmp_path / "device-plugins",
         pod_resources_socket=tmp_path / "pod-resources" / "kubelet.sock",
