@@ -34,6 +34,7 @@ from tests.deployed import (
     render,
 )
 from tests.fake_nvml import XID, Driver
+from tests.http_faults import FaultyProxy
 from tests.machines.description import FOLDER
 from tests.real_apiserver import ApiServer, Json
 from tests.real_kubelet import Kubelet, numa_nodes, pod
@@ -42,6 +43,13 @@ RECORDED = "hgx-h100-oci"
 GPU = "nvidia.com/gpu"
 NRT = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies"
 NUMBERS = itertools.count()
+
+POLICIES = {
+    "topologyManagerPolicy": "single-numa-node",
+    "cpuManagerPolicy": "static",
+    "cpuManagerPolicyOptions": {"full-pcpus-only": "true"},
+    "memoryManagerPolicy": "Static",
+}
 
 # A pod finds its credentials at a fixed path, which tests must not write to: this moves it.
 LAUNCHER = """
@@ -242,13 +250,7 @@ def daemons(
     """
     node = f"deployed-{next(NUMBERS)}"
     cluster.apiserver.create_node(node)
-    policies = {
-        "topologyManagerPolicy": "single-numa-node",
-        "cpuManagerPolicy": "static",
-        "cpuManagerPolicyOptions": {"full-pcpus-only": "true"},
-        "memoryManagerPolicy": "Static",
-    }
-    k = kubelet(policies, machine=numa_nodes(cpus=112, memory="1Ti"))
+    k = kubelet(POLICIES, machine=numa_nodes(cpus=112, memory="1Ti"))
     made: list[Daemon] = []
 
     def make(folder: str = "base", name: str = "rte", *, recorded: str = RECORDED) -> Daemon:
@@ -524,6 +526,46 @@ def test_labels_are_in_a_feature_file(daemons: StartDaemon, tmp_path: Path) -> N
     assert dict(line.split("=") for line in file.read_text().splitlines()) == LABELS
     daemon.until(daemon.is_ready, "ready")
     assert "forbidden" not in daemon.log()
+
+
+@pytest.mark.parametrize("gate", [True, False], ids=["pods API", "no pods API"])
+def test_no_pod_is_asked_of_the_api_server_where_the_kubelet_tells_of_them(
+    daemon: Daemon, gate: bool
+) -> None:
+    kubelet, wanted = daemon.kubelet, {GPU: 4, "cpu": 16, "memory": "32Gi"}
+    kubelet.configure({**POLICIES, "featureGates": {"PodsAPI": gate}})
+    kubelet.restart()
+    kubelet.admit(pod("its-own", {"cpu": "1"}))
+    with FaultyProxy(daemon.cluster.apiserver) as proxy:
+        file = daemon.folder / "kubeconfig"
+        file.write_text(yaml.safe_dump(kubeconfig(proxy.url, daemon.secrets / "token")))
+        daemon.config["api"] = {**daemon.config.get("api", {}), "kubeconfig": str(file)}
+        daemon.start()
+        daemon.until(lambda: daemon.free_gpus() == [4, 4], "published")
+        source = f'rte_pods_source{{source="{"kubelet" if gate else "api-server"}"}} 1.0'
+        daemon.until(lambda: source in daemon.get("/metrics")[1], source)
+        assert kubelet.admit(pod("job", wanted)).admitted
+        daemon.until(lambda: sorted(daemon.free_gpus()) == [0, 4], "the job's GPUs are taken")
+        kubelet.finish("job")
+        kubelet.remove("job")
+        kubelet.restart()
+        kubelet.wait_devices(GPU, 8)
+        assert kubelet.admit(pod("another", {**wanted, GPU: 2})).admitted
+        daemon.until(lambda: sorted(daemon.free_gpus()) == [2, 4], "the other's GPUs are taken")
+        assert daemon.end() == 0
+        of_pods = {path for _, path in proxy.asked if "pods" in urlsplit(path).path}
+    watches = {path for path in of_pods if "watch=true" in path}
+    assert bool(watches) is bool(of_pods - watches) is not gate, of_pods
+    assert all(f"spec.nodeName%3D{daemon.node}&" in f"{path}&" for path in of_pods)
+
+
+def kubeconfig(server: str, token_file: Path) -> Json:
+    return {
+        "clusters": [{"name": "a", "cluster": {"server": server}}],
+        "users": [{"name": "a", "user": {"tokenFile": str(token_file)}}],
+        "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}],
+        "current-context": "a",
+    }
 
 
 def test_without_the_pod_watch_the_kubelet_tells_of_the_pods(daemons: StartDaemon) -> None:
