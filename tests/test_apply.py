@@ -34,6 +34,7 @@ from rte.publish.publisher import (
 from tests.http_faults import Fault, FaultyProxy
 from tests.real_apiserver import APPLY, MERGE
 from tests.real_apiserver import ApiServer as RealApiServer
+from tests.stopwatch import Stopwatch
 
 CRD = Path(__file__).parents[1] / "crds" / "noderesourcetopology" / "crd.yaml"
 PATH = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/"
@@ -948,16 +949,28 @@ def test_a_fault_is_an_error_and_the_next_request_is_right(
     sink.publish(nrt(node), 0)
     proxy.faults = [fault]
     requests = len(proxy.seen)
-    patience_s, begun = faulty.timeout_s, time.monotonic()
+    patience_s, stopwatch = faulty.timeout_s, Stopwatch()
     faulty.timeout_s = 0.5
     with pytest.raises(ApiError) as failed:
         sink.publish(nrt(node, available=1), 1)
     faulty.timeout_s = patience_s
-    assert time.monotonic() - begun < 8, "what trickles would take twice as long"
+    assert stopwatch.took_s < 8, "what trickles would take twice as long"
     assert len(proxy.seen) == requests + 1
     assert (failed.value.status, failed.value.retry_after_s) == (status, wait_s)
     assert sink.publish(nrt(node, available=1), 2).wrote.is_write
     assert real.get(PATH + node)["zones"] == nrt(node, available=1)["zones"]
+
+
+@pytest.mark.parametrize("fault", ["no answer", "a head that trickles"])
+def test_a_server_that_keeps_us_waiting_is_named_as_that(
+    faulty: ApiServer, proxy: FaultyProxy, fault: str
+) -> None:
+    """The socket's own time-out and that of the whole answer end at the same moment."""
+    faulty.timeout_s = 0.05
+    for _ in range(20):
+        proxy.faults = [FAULTS[fault][0]]
+        with pytest.raises(ApiError, match="timed out"):
+            faulty.read_node("any")
 
 
 WAITS = {

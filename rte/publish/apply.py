@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import email.utils
+import http.client
 import socket
 import ssl
 import tempfile
@@ -454,9 +455,11 @@ def retry_after_s(text: str, *, now: float) -> float | None:
 @contextlib.contextmanager
 def _in_time(connection: urllib3.connection.HTTPConnection) -> Iterator[None]:
     """Ends the connection when the time-out is over: a socket's own starts anew at each byte, so
-    that a head that trickles would never end."""
+    that a head that trickles would never end. Raises TimeoutError then."""
+    over = threading.Event()
 
     def end() -> None:
+        over.set()
         with contextlib.suppress(OSError):
             if connection.sock is not None:
                 connection.sock.shutdown(socket.SHUT_RDWR)
@@ -470,8 +473,13 @@ def _in_time(connection: urllib3.connection.HTTPConnection) -> Iterator[None]:
     alarm.start()
     try:
         yield
+    except (OSError, http.client.HTTPException):
+        if not over.is_set():  # else the other side has nothing to do with it
+            raise
     finally:
         alarm.cancel()
+    if over.is_set():
+        raise TimeoutError("timed out")
 
 
 class _Plain(urllib3.connection.HTTPConnection):
