@@ -532,7 +532,8 @@ def test_labels_are_in_a_feature_file(daemons: StartDaemon, tmp_path: Path) -> N
 def test_no_pod_is_asked_of_the_api_server_where_the_kubelet_tells_of_them(
     daemon: Daemon, gate: bool
 ) -> None:
-    kubelet, wanted = daemon.kubelet, {GPU: 4, "cpu": 16, "memory": "32Gi"}
+    kubelet = daemon.kubelet
+    wanted: Json = {GPU: 4, "cpu": 16, "memory": "32Gi"}
     kubelet.configure({**POLICIES, "featureGates": {"PodsAPI": gate}})
     kubelet.restart()
     kubelet.admit(pod("its-own", {"cpu": "1"}))
