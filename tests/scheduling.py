@@ -17,6 +17,7 @@ from rte.graph.build import build
 from rte.graph.groups import groups
 from rte.kubelet import admission, usage
 from rte.kubelet import node as kubelet_node
+from rte.kubelet.following import Follower, Tell, Wake
 from rte.kubelet.policy import parse_policy, read_policy
 from rte.kubelet.spec import PodSpec
 from rte.kubelet.spec import parse_pod as parse_spec
@@ -373,11 +374,9 @@ class RealNode:
         self.cluster = cluster
         self.machine = machine
         self.kubelet = start_kubelet(config, machine=kubelet_machine(machine))
-        self.api, pods_api = client(cluster.real), client(cluster.real)
+        self.api = client(cluster.real)
         self.channel = usage.channel(self.kubelet.pod_resources)
-        self.pods = PodWatch(
-            pods_api, name, lambda: self.agent.wake(Reason.PODS), lambda problem: None
-        )
+        self.pods = self.follow_pods(lambda: self.agent.wake(Reason.PODS), lambda problem: None)
         self.graph = build(machine)
         self.options = options or {}
         self.allocatable: dict[str, int] = {}
@@ -404,6 +403,9 @@ class RealNode:
             ),
             on_allocate=lambda: self.agent.wake(Reason.ALLOCATE),
         )
+
+    def follow_pods(self, wake: Wake, tell: Tell) -> Follower:
+        return PodWatch(client(self.cluster.real), self.name, wake, tell)
 
     def start(self) -> None:
         """Returns when the object is published."""
