@@ -337,7 +337,7 @@ def fits(name: str, pattern: str) -> bool:
 
 def label_keys(config: Config) -> Mapping[Label, str]:
     """The key of each label that is wanted. Raises ConfigError for a label that there is not."""
-    from rte.publish.labels import DEFAULT_KEYS, Label  # noqa: PLC0415
+    from rte.publish.labels import DEFAULT_KEYS, LABEL_KEY, Label  # noqa: PLC0415
 
     known = {label.value: label for label in Label}
     for name in config.labels.keys:
@@ -347,4 +347,14 @@ def label_keys(config: Config) -> Mapping[Label, str]:
                 "configuration",
                 f"no such label; there are {', '.join(sorted(known))}",
             )
-    return {**DEFAULT_KEYS, **{known[name]: key for name, key in config.labels.keys.items()}}
+    wanted = {**DEFAULT_KEYS, **{known[name]: key for name, key in config.labels.keys.items()}}
+    label_of: dict[str, Label] = {}
+    for label, key in wanted.items():
+        problem = None
+        if key and not LABEL_KEY.fullmatch(key):
+            problem = f"{key!r} is no key of a label; expected NAME or DOMAIN/NAME"
+        elif key and label_of.setdefault(key, label) is not label:
+            problem = f"{key} is the key of {label_of[key]} too"
+        if problem:
+            raise ConfigError(f"labels.keys.{label}", "configuration", problem)
+    return wanted
