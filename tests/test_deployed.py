@@ -383,10 +383,14 @@ def test_a_kubelet_configuration_that_is_not_there_is_named_until_it_is(daemon: 
     daemon.kubelet.wait_devices(GPU, 8)
     aside.rename(file)
     daemon.until(daemon.is_ready, "ready")
-    nrt = daemon.nrt()
-    assert nrt is not None
-    attributes = {each["name"]: each["value"] for each in nrt["attributes"]}
-    assert attributes["topologyManagerPolicy"] == "single-numa-node"
+
+    def policy() -> str | None:
+        attributes = {
+            each["name"]: each["value"] for each in (daemon.nrt() or {}).get("attributes", ())
+        }
+        return attributes.get("topologyManagerPolicy")
+
+    daemon.until(lambda: policy() == "single-numa-node", "the policy is published")
 
 
 def test_the_fabric_is_written_once_and_belongs_to_the_node(daemon: Daemon) -> None:
