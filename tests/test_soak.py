@@ -3,8 +3,9 @@ a proxy that injects faults, NVML over the fake library.
 
 After each step the published object is what a recount from the kubelet's own files says. A watcher
 sees each version in between: none changes nothing, and none offers more than there was at any
-moment since the last one that was right. While nothing happens nothing is written. RTE_SOAK_STEPS
-says how many steps (2 000 with --long), and RTE_SOAK_SEED which.
+moment since the last one that was right. While nothing happens nothing is written, and the
+fingerprint covers the pods that the API server has. With an odd seed the kubelet has no pods API at
+first. RTE_SOAK_STEPS says how many steps (2 000 with --long), and RTE_SOAK_SEED which.
 """
 
 import contextlib
@@ -23,10 +24,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
 from rte.model import NumaNode
+from rte.publish.fingerprint import InformerMode, fingerprint, pods_by_any_request
+from rte.publish.nrt import FingerprintMethod
+from rte.publish.pods import parse_pod
 from rte.sources.recorded import read_recorded, unpack
 from tests.conftest import StartKubelet
 from tests.fake_nvml import Driver
@@ -83,7 +88,13 @@ class World:
     """One node with everything around the daemon, and the steps that change it."""
 
     def __init__(
-        self, kubelet: StartKubelet, real: RealApiServer, proxy: FaultyProxy, folder: Path
+        self,
+        kubelet: StartKubelet,
+        real: RealApiServer,
+        proxy: FaultyProxy,
+        folder: Path,
+        *,
+        pods_api: bool,
     ) -> None:
         self.name = f"soak-{next(NUMBERS)}"
         self.real = real
@@ -91,7 +102,10 @@ class World:
         self.proxy = proxy
         self.folder = folder
         machine = read_recorded(RECORDED)
-        self.kubelet: Kubelet = kubelet(CONFIG, machine=list(map(described, machine.numa_nodes)))
+        self.pods_api = pods_api
+        self.kubelet: Kubelet = kubelet(
+            self.kubelet_config, machine=list(map(described, machine.numa_nodes))
+        )
         self.gpus = gpu_nodes(RECORDED)
         self.numbers = {str(gpu.uuid): gpu.number for gpu in machine.gpus}
         self.driver = Driver(folder / "driver", RECORDED)
@@ -106,6 +120,10 @@ class World:
         self.process: subprocess.Popen[bytes] | None = None
         self.port = 0
         real.create_node(self.name)
+
+    @property
+    def kubelet_config(self) -> dict[str, Any]:
+        return {**CONFIG, "featureGates": {"PodsAPI": self.pods_api}}
 
     # The daemon
 
@@ -220,6 +238,27 @@ class World:
                     )
         self.checked = len(bodies)
 
+    def until_covered(self) -> None:
+        """The pods of the fingerprint are those that the API server has on the node."""
+        on_node = f"/api/v1/pods?fieldSelector=spec.nodeName%3D{self.name}"
+        listed = self.real.get(on_node)["items"]
+        facts = [parse_pod(msgspec.json.encode(each)) for each in listed]
+        covered = {
+            FingerprintMethod.ALL: [pod.pod for pod in facts if pod.phase != "Pending"],
+            FingerprintMethod.WITH_EXCLUSIVE_RESOURCES: pods_by_any_request(
+                facts, mode=InformerMode.DEDICATED
+            ),
+        }
+        wanted = {(method.value, fingerprint(pods)) for method, pods in covered.items()}
+        end = time.monotonic() + RIGHT_WITHIN_S
+        while True:
+            said = {each["name"]: each["value"] for each in self.body()["attributes"]}
+            name = "nodeTopologyPodsFingerprint"
+            if (said[f"{name}Method"], said[name]) in wanted:
+                return
+            assert time.monotonic() < end, (facts, said, self.log())
+            time.sleep(0.05)
+
     def until_no_problem(self) -> None:
         """After faults one request more may be waited with for a while."""
         end = time.monotonic() + BACKOFF_S
@@ -320,6 +359,14 @@ class World:
             self.nics.serve(self.kubelet.plugin_dir)
             self.kubelet.wait_devices(OTHER, len(NICS))
 
+    def switch_pods_api(self, chance: random.Random) -> None:
+        """Another kubelet has it, or has it no more; the socket of the former may stay."""
+        self.pods_api = not self.pods_api
+        self.kubelet.configure(self.kubelet_config)
+        if chance.random() < 0.5:
+            self.kubelet.pods_api.unlink(missing_ok=True)
+        self.restart_kubelet(chance)
+
     def restart_daemon(self, chance: random.Random) -> None:
         # A process does not know the id of a GPU that was lost before it started.
         self.sick = dict.fromkeys(self.sick, "recovery {} 1")
@@ -357,6 +404,7 @@ class World:
             self.disturb: 14,
             self.burst: 4,
             self.restart_kubelet: 2,
+            self.switch_pods_api: 2,
             self.restart_daemon: 0.7,
         }
         (kind,) = chance.choices(list(kinds), list(kinds.values()))
@@ -420,11 +468,15 @@ def free_port() -> int:
         return port
 
 
+def soak_seed() -> int:
+    return int(os.environ.get("RTE_SOAK_SEED") or 20261129)
+
+
 @pytest.fixture
 def world(kubelet: StartKubelet, apiserver: RealApiServer, tmp_path: Path) -> Iterator[World]:
     apiserver.apply_files(*sorted(CRDS.glob("*/crd.yaml")))
     with FaultyProxy(apiserver) as proxy:
-        world = World(kubelet, apiserver, proxy, tmp_path)
+        world = World(kubelet, apiserver, proxy, tmp_path, pods_api=soak_seed() % 2 == 0)
         with world.versions:
             world.start()
             yield world
@@ -438,7 +490,7 @@ def test_every_published_state_is_what_a_recount_says(
 ) -> None:
     default = LONG_STEPS if pytestconfig.getoption("long") else STEPS
     steps = int(os.environ.get("RTE_SOAK_STEPS") or default)
-    seed = int(os.environ.get("RTE_SOAK_SEED") or 20261129)
+    seed = soak_seed()
     chance = random.Random(seed)
     took: dict[str, list[float]] = {}
     world.until_right()
@@ -447,6 +499,7 @@ def test_every_published_state_is_what_a_recount_says(
         took.setdefault(kind, []).append(world.until_right())
         if number % IDLE_EVERY == 0 or number == steps:
             world.until_no_problem()
+            world.until_covered()
             time.sleep(SETTLED_S)
             body, writes = world.body(), world.metric("rte_writes_total")
             time.sleep(IDLE_S)
