@@ -158,6 +158,7 @@ def with_requests(name: str, **requests: str) -> Json:
 
 
 G = {"cpu": "2", "memory": "1Gi"}
+MANY = 250
 
 
 def test_it_says_what_the_api_server_says(both: Both, follow: Follow) -> None:
@@ -284,6 +285,27 @@ def test_a_kubelet_that_has_not_heard_of_its_pods_is_waited_for(
     assert ours.follower.read() is None
     node.hear_of_pods(True)
     ours.until_phases(a="Running")
+
+
+def test_as_many_pods_as_a_node_may_have_are_followed(
+    kubelet: StartKubelet, follow: Follow
+) -> None:
+    """Their changes come faster than a watch may be behind."""
+    node = kubelet({**STATIC, "maxPods": MANY})
+    names = [f"p{number}" for number in range(MANY)]
+
+    def all_at_once(op: str, *arguments: Json) -> None:
+        for asked in [node.submit(op, **each) for each in arguments]:
+            asked.result(60)
+
+    ours = follow(node.pods_api)
+    all_at_once("admit", *({"pod": pod(name, {})} for name in names))
+    ours.until_phases(**dict.fromkeys(names, "Running"))
+    node.restart()
+    ours.until_phases(**dict.fromkeys(names, "Running"))
+    ended = {"namespace": "default", "phase": "Succeeded"}
+    all_at_once("finish", *({"name": name, **ended} for name in names))
+    ours.until_phases(**dict.fromkeys(names, "Succeeded"))
 
 
 def test_after_a_restart_a_static_pod_keeps_its_phase(
