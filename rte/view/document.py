@@ -21,7 +21,7 @@ def document(graph: Graph, groups: Sequence[Group]) -> Json:
     """All that is known of a machine. GPUs are called gpu-<number>, and so are ends of NVLinks."""
     machine = graph.machine
     group_of = {pci: group.name for group in groups for pci in group.gpus}
-    name_of = {gpu.pci: gpu.name for gpu in machine.gpus}
+    name_of = {one.pci: one.name for one in machine.gpus}
     found = relations(graph)
     return {
         "driver": machine.driver,
