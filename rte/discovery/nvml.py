@@ -23,6 +23,7 @@ import msgspec
 import pynvml
 
 from rte.discovery.reading import (
+    EVENT_WAIT_MS,
     FabricReading,
     GpuReading,
     LinkReading,
@@ -86,6 +87,7 @@ WANTED_EVENTS = (
     | 0x8000  # GPU recovery action
 )
 NO_INSTANCE = 0xFFFFFFFF
+FAILED_PAUSE_S = 0.5  # after a wait that failed: what other GPUs report is late by as much
 
 
 class NvmlFault(Exception):
@@ -572,7 +574,7 @@ class Worker:
                 # A lost GPU can make the wait itself fail: said once, as a reason to look.
                 event = NvmlEvent(type=0, data=error.value) if error.value != failed else None
                 failed = error.value
-                time.sleep(self.wait_ms / 1000)
+                time.sleep(min(self.wait_ms / 1000, FAILED_PAUSE_S))
             if event:
                 self.write(WorkerLine(event=event))
             elif gpus != self.listening:
@@ -614,7 +616,7 @@ def main(arguments: Sequence[str]) -> None:
     """`python -m rte.discovery.nvml [EVENT_WAIT_MS]`"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal is for the daemon
     write = lines_out()
-    Worker(write, wait_ms=int(arguments[0]) if arguments else 500).run(lines_in())
+    Worker(write, wait_ms=int(arguments[0]) if arguments else EVENT_WAIT_MS).run(lines_in())
     # Not by return: the interpreter would wait for the thread that reads standard input.
     os._exit(0)
 

@@ -23,7 +23,14 @@ from pathlib import Path
 
 import msgspec
 
-from rte.discovery.reading import NvmlEvent, NvmlFailure, NvmlReading, WorkerLine, WorkerRequest
+from rte.discovery.reading import (
+    EVENT_WAIT_MS,
+    NvmlEvent,
+    NvmlFailure,
+    NvmlReading,
+    WorkerLine,
+    WorkerRequest,
+)
 
 LIBRARY = "libnvidia-ml.so.1"
 # Where distributions and the driver container put it below the driver's root.
@@ -69,7 +76,7 @@ class NvmlWorker:
         env: Mapping[str, str] | None = None,
         answer_s: float = 60.0,  # a cold nvmlInit takes seconds a GPU without persistence mode
         retry_s: tuple[float, float] = (1.0, 60.0),  # first and longest wait before a new worker
-        event_wait_ms: int = 500,
+        event_wait_ms: int = EVENT_WAIT_MS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_event = on_event
