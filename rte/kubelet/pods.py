@@ -42,7 +42,7 @@ BETWEEN_S = 0.05
 """Between two lists: a pod that starts is told of five times."""
 COME_BACK_S = 15.0
 """So long after its start a kubelet's list may lack pods that it has not heard of yet: up to 1.36
-it answers all the same."""
+it answers all the same, and later ones say that they are initializing."""
 COME_BACK_LOOK_S = 1.0
 ONE_THREAD = ("SingleThreadedUnaryStream", 1)
 """Of gRPC's: a watch that says nothing otherwise wakes two threads, for 4 s of CPU an hour."""
@@ -79,6 +79,7 @@ class PodsApi:
         self._lost_at: float | None = float("-inf")  # since when the facts are not followed
         self._stopped = threading.Event()
         self._made_anew = False  # the socket, since it was last tried
+        self._awaited: Signature | None = None  # the socket of a kubelet that was initializing
         self._channel: grpc.Channel | None = None
         self._thread = threading.Thread(target=self._run, name="pods-api", daemon=True)
 
@@ -123,6 +124,8 @@ class PodsApi:
             try:
                 self._follow()
             except KubeletError as error:
+                if error.code is grpc.StatusCode.FAILED_PRECONDITION:
+                    self._awaited = signature(self._socket)
                 failures = 1 if self.lost_s is None else failures + 1
                 wait_s = retry_s(error.code, failures)
                 if not self._stopped.is_set():
@@ -169,7 +172,7 @@ class PodsApi:
     def _ask_again_and_again(self, kubelet: rpc.PodsStub, told: Told, served: Signature) -> None:
         """`served` is the socket of the kubelet that is watched."""
         began = last_end = time.monotonic()
-        settled = False
+        settled = self._awaited == served  # it answers when it has heard of all
         while not self._stopped.is_set():
             asked_at = time.monotonic()
             with self._condition:
