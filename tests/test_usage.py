@@ -200,6 +200,9 @@ def test_the_length_of_an_answer_on_the_wire_tells_what_is_offered(
 def test_bytes_that_are_no_answer_are_the_kubelets_error() -> None:
     with pytest.raises(usage.KubeletError, match="GetAllocatableResources: not an answer"):
         usage.parse_allocatable(b"\xff\xff")
+    for answer in (b"\xff\xff", b"\x0a\x02\xff\xff"):  # as a whole, and one pod of it
+        with pytest.raises(usage.KubeletError, match="List: not an answer"):
+            usage.parse_usage(answer)
 
 
 def test_a_kubelet_that_is_silent_is_an_error_in_time(
@@ -317,4 +320,4 @@ def test_dra_claims_name_our_devices(claim: str, held: set[str]) -> None:
         containers=[api.ContainerResources(name="c", dynamic_resources=[claims])]
     )
     answer = api.ListPodResourcesResponse(pod_resources=[pod])
-    assert usage.claimed(usage.parse_usage(answer), machine) == held
+    assert usage.claimed(usage.parse_usage(answer.SerializeToString()), machine) == held

@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from rte.kubelet.api import podresources_pb2 as api
-from rte.kubelet.api import podresources_pb2_grpc as rpc
+from rte.kubelet.api import pods_pb2 as pods_api
 from rte.model import (
     Allocatable,
     ContainerUse,
@@ -33,6 +34,7 @@ SOCKET_PATH_BYTES = 107
 # The kubelet's own client takes answers of this size; gRPC's default of 4 MiB is not enough for
 # a large node with exclusive CPUs.
 ANSWER_BYTES = 16 << 20
+KEPT_PODS = 256  # more than a node has; each is some hundred bytes
 TOO_LARGE = "larger than max"  # gRPC's own words of an answer that it does not take
 # The kubelet allows all clients together 100 calls a second, 10 at once, and refuses the others.
 FIRST_PAUSE_S = 0.02
@@ -96,9 +98,11 @@ def read_usage(channel: grpc.Channel, timeout_s: float) -> Usage:
 
     Raises KubeletError when the kubelet has not answered within `timeout_s`.
     """
-    list_pods = rpc.PodResourcesListerStub(channel).List
-    answer = ask(LIST, list_pods, api.ListPodResourcesRequest(), timeout_s)
-    return parse_usage(answer)
+    list_pods: Callable[..., bytes] = channel.unary_unary(
+        "/v1.PodResourcesLister/List",
+        request_serializer=api.ListPodResourcesRequest.SerializeToString,
+    )
+    return parse_usage(ask(LIST, list_pods, api.ListPodResourcesRequest(), timeout_s))
 
 
 def read_allocatable(channel: grpc.Channel, timeout_s: float) -> Allocatable:
@@ -130,18 +134,27 @@ def parse_allocatable(answer: bytes) -> Allocatable:
     )
 
 
-def parse_usage(answer: api.ListPodResourcesResponse) -> Usage:
-    """The list's pods as values."""
-    pods = (
-        PodUse(
-            pod=PodName(namespace=pod.namespace, name=pod.name),
-            containers=tuple(_container(c) for c in pod.containers),
-            cpus=_cpus(pod.cpu_ids),
-            memory=_memory(pod.memory),
-        )
-        for pod in answer.pod_resources
-    )
+def parse_usage(answer: bytes) -> Usage:
+    """The list's pods as values. Raises KubeletError for bytes that are none."""
+    try:
+        # On the wire a message within another is bytes. The kubelet lists its pods in no order, and
+        # most of them as it did before.
+        pods = [parse_pod(pod) for pod in pods_api.ListPodsResponse.FromString(answer).pods]
+    except DecodeError as error:
+        raise KubeletError(LIST, f"not an answer: {error}") from error
     return Usage(pods=tuple(sorted(pods, key=lambda p: p.pod)))
+
+
+@lru_cache(maxsize=KEPT_PODS)
+def parse_pod(text: bytes) -> PodUse:
+    """One pod of the list. Raises DecodeError."""
+    pod = api.PodResources.FromString(text)
+    return PodUse(
+        pod=PodName(namespace=pod.namespace, name=pod.name),
+        containers=tuple(_container(c) for c in pod.containers),
+        cpus=_cpus(pod.cpu_ids),
+        memory=_memory(pod.memory),
+    )
 
 
 def claimed(usage: Usage, machine: Machine) -> frozenset[DeviceId]:
