@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
