@@ -2,12 +2,13 @@
 
 `rte publish`, `rte plugin` and `rte run` on a recorded 8-GPU machine over the fake NVML, each
 beside a real kubelet's managers and sockets with 50 pods, all at the same time, and a real API
-server. `python -m tests.bench idle [SECONDS [CHECKOUT]]` says for how long (600 by default), and
-which other checkout's commands idle beside ours, to compare with.
+server. `python -m tests.bench idle [SECONDS [CHECKOUT…]]` says for how long (600 by default), and
+which other checkouts' commands idle beside ours, to compare with.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -38,6 +39,7 @@ ROLES = ("publish", "plugin", "run")
 GPU_PODS = 4
 START_S = 60.0
 SETTLE_S = 45.0  # the plugin tidies up its memory 10 s after its start; clients' back-offs end
+NUMBERS = itertools.count()
 OURS = Path(__file__).parents[2]
 
 
@@ -83,7 +85,9 @@ def main(arguments: Sequence[str]) -> None:
             own, its = ((b.cpu_s - a.cpu_s) / hours for a, b in zip(old, new, strict=True))
             woken = sum(b.wakes - a.wakes for a, b in zip(old, new, strict=True)) / hours / 3600
             sizes = [memory(each).resident_mib for each in (daemon.process, *workers(daemon))]
-            name = f"rte {daemon.role}" + ("" if daemon.checkout == OURS else f"  {checkouts[1]}")
+            name = f"rte {daemon.role}" + (
+                "" if daemon.checkout == OURS else f"  {daemon.checkout}"
+            )
             figures = (f"{value:.1f}" for value in (own + its, own, its, woken, *sizes))
             print(row(name, *figures))
 
@@ -102,7 +106,7 @@ def wakes(process: int) -> int:
 @contextmanager
 def idling(server: ApiServer, checkout: Path, role: str) -> Iterator[Daemon]:
     """A daemon of that checkout that has published or registered, on a node with pods."""
-    node = f"{role}-{len(str(checkout))}"
+    node = f"{role}-{next(NUMBERS)}"
     server.create_node(node)
     machine = read_recorded(FOLDER / MACHINE)
     gpus = {str(gpu.uuid): (int(machine.numa_of(gpu.pci) or 0),) for gpu in machine.gpus}
