@@ -141,7 +141,7 @@ class Both:
         self.report(name, "Succeeded")
 
     def delete(self, name: str, *, forced: bool = False) -> None:
-        self.apiserver.request("DELETE", self.path(name), {"gracePeriodSeconds": 0})
+        self.apiserver.ask("DELETE", self.path(name), {"gracePeriodSeconds": 0})
         self.kubelet.remove(name, self.namespace, forced=forced)
 
 

@@ -92,7 +92,12 @@ class World:
             names = {fact.pod.name for fact in truth or ()}
             return names == there and self.ours.follower.read() == truth
 
-        until(same, lambda: (there, self.ours.follower.read(), self.truth.follower.read()))
+        def differ() -> object:
+            ours, truth = (set(map(str, each.follower.read() or ())) for each in followed)
+            return there, ours - truth, truth - ours, self.ours.follower.problem
+
+        followed = (self.ours, self.truth)
+        until(same, differ)
 
     # What happens
 
