@@ -777,6 +777,26 @@ def test_a_pod_that_was_evicted_before_we_came_has_the_phase_of_its_containers(
     assert [pod.phase for pod in parse_pods([text], known={}).values()] == [phase]
 
 
+@pytest.mark.parametrize(
+    ("before", "status", "phase"),
+    [
+        ("Pending", core.PodStatus(containerStatuses=[RUNS]), "Running"),
+        ("Running", core.PodStatus(initContainerStatuses=[RUNS]), "Running"),
+        ("Pending", core.PodStatus(initContainerStatuses=[RUNS]), "Pending"),
+    ],
+    ids=["it has just started", "its sidecar runs on", "it is being initialized"],
+)
+def test_a_pod_that_is_evicted_has_the_phase_that_it_had_at_last(
+    before: str, status: core.PodStatus, phase: str
+) -> None:
+    """Between two lists it may have started and be evicted."""
+    status.phase = "Failed"
+    metadata = core.ObjectMeta(name="a", namespace="default", uid="a")
+    text = core.Pod(metadata=metadata, status=status).SerializeToString()
+    known = listed("a", phase=before)
+    assert [pod.phase for pod in parse_pods([text], known=known).values()] == [phase]
+
+
 def test_of_two_pods_of_one_name_the_one_that_runs_counts() -> None:
     old, new = serialized("a", "Failed"), serialized("a")
     for texts in ([old, new], [new, old]):

@@ -329,8 +329,8 @@ def with_public_phase(facts: PodFacts, status: core.PodStatus, before: PodFacts 
     if facts.phase == "Pending" and not status.HasField("startTime"):
         return facts if before is None else replace(facts, phase=before.phase, qos=before.qos)
     if facts.phase in ENDED and (phase := running_phase(status)) is not None:
-        if before is not None and before.phase not in ENDED:
-            phase = before.phase
+        if phase == "Pending" and before is not None and before.phase not in ENDED:
+            phase = before.phase  # its sidecars run on
         return replace(facts, phase=phase)
     return facts
 
