@@ -1,6 +1,6 @@
 """By chance: what becomes of pods, and of the kubelet that tells of them. Whenever it is quiet, the
-facts are what the API server says; in between none says what never was, and no pod that runs is
-missing."""
+facts are what the API server says; in between none says what never was, and no pod that ran then
+and runs is missing."""
 
 import random
 import threading
@@ -43,6 +43,7 @@ class World:
         self.ended: set[str] = set()
         self.phases: dict[str, set[str]] = {}  # that a pod has had, by UID
         self.seen: set[str] = set()
+        self.settled: frozenset[str] = frozenset()  # that ran when it was quiet
         self.wrong: list[str] = []
         self.numbers = 0
         self.truth = Followed(lambda wake, tell: PodWatch(both.client(), both.node, wake, tell))
@@ -75,7 +76,7 @@ class World:
         if facts is None:
             return
         now = {fact.uid for fact in facts}
-        must = set(self.alive.values()) & self.seen
+        must = set(self.alive.values()) & self.settled
         self.wrong += [f"{uid} runs and is missing" for uid in must - now]
         self.wrong += [
             f"{fact.pod.name} was never {fact.phase}"
@@ -98,6 +99,7 @@ class World:
 
         followed = (self.ours, self.truth)
         until(same, differ)
+        self.settled = frozenset(self.alive.values())
 
     # What happens
 
