@@ -88,6 +88,9 @@ def channel(socket: Path, *more: tuple[str, int]) -> grpc.Channel:
             ("grpc.max_reconnect_backoff_ms", 500),
             # A channel to the same path must not inherit another's back-off.
             ("grpc.use_local_subchannel_pool", 1),
+            # How wide a socket on this machine is need not be found out. After each probe gRPC's
+            # threads, up to 16 as the node has CPUs, look for more work again and again.
+            ("grpc.http2.bdp_probe", 0),
             *more,
         ],
     )
