@@ -164,16 +164,16 @@ def test_nvml_that_is_absent(node: Node) -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        pytest.param("nvmlInitWithFlags hang", "nvmlInit has not come back for 1 s", id="hangs"),
+        pytest.param("nvmlInitWithFlags hang", "nvmlInit has not come back for 2 s", id="hangs"),
         pytest.param("nvmlInitWithFlags abort", "killed by SIGABRT in nvmlInit", id="crashes"),
     ],
 )
 def test_nvml_that_hangs_or_crashes_from_the_start(node: Node, call: str, words: str) -> None:
     node.driver.control(f"call {call}")
-    node.begin(nvml={"timeout": 1})
+    node.begin(nvml={"timeout": 2})
     node.until_logged(words)
     time.sleep(2 * SOME_LOOKS_S)
-    node.said_once(words)
+    node.said_once(f"WARNING .*{words}")
     assert node.kubelet.registered.empty()
     assert node.free() == []
     node.driver.control()
@@ -183,12 +183,12 @@ def test_nvml_that_hangs_or_crashes_from_the_start(node: Node, call: str, words:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        pytest.param("hang", "the reading has not come back for 1 s", id="hangs"),
+        pytest.param("hang", "the reading has not come back for 2 s", id="hangs"),
         pytest.param("abort", "killed by SIGABRT in the reading", id="crashes"),
     ],
 )
 def test_nvml_that_hangs_or_crashes_later(node: Node, call: str, words: str) -> None:
-    node.begin(nvml={"timeout": 1}).until_well()
+    node.begin(nvml={"timeout": 2}).until_well()
     lists = len(node.kubelet.lists[GPU])
     node.driver.control(f"call nvmlDeviceGetUUID@3 {call}")
     node.until_logged(words)
