@@ -344,6 +344,11 @@ class Node:
         outcomes = self.agent.counts.outcomes
         return sum(n for (_, wrote), n in outcomes.items() if wrote not in ("unchanged", "held"))
 
+    def story(self) -> str:
+        """What a failure needs to be understood."""
+        counts = vars(self.agent.counts)
+        return f"{self.agent.problems.current()}\n{counts}\nthe kubelet: {vars(self.pods)}"
+
     def end(self) -> None:
         self.agent.stop()
         self.channel.close()
@@ -353,7 +358,7 @@ class Node:
         """How long it took."""
         start = time.monotonic()
         while not holds():
-            assert time.monotonic() < start + within_s, self.agent.problems.current()
+            assert time.monotonic() < start + within_s, self.story()
             time.sleep(0.001)
         return time.monotonic() - start
 
