@@ -30,7 +30,7 @@ class Pace:
     """In a burst: the look after so long comes in any case."""
     poll_s: float = 10.0
     """PodResources is asked so often though nothing calls; one look costs 4 ms of CPU."""
-    glance_s: float = 4.0
+    glance_s: float = 5.0
     """Between two looks the kubelet is asked so often whether what it offers is as long as it was,
     which costs 0.6 ms of CPU: the end of another's device plugin is in no file. 0: never."""
     glances_s: tuple[float, ...] = (0.01, 0.05, 0.15, 0.4, 0.8, 1.2)
