@@ -273,13 +273,19 @@ def test_a_named_file_comes_before_the_kubelets_answer_and_that_before_the_usual
     usual = write(tmp_path / "config.yaml", "topologyManagerPolicy: best-effort\n")
     found = configuration(tmp_path, file=named, configz=restricted)
     assert policy_word(found) == "single-numa-node"
-    assert found.changed == named.stat().st_mtime
+    assert found.changed == named.stat().st_mtime_ns / 1e9
     found = configuration(tmp_path, configz=restricted)
     assert policy_word(found) == "restricted"
     assert found.changed is None
     found = configuration(tmp_path, configz=unanswered)
     assert policy_word(found) == "best-effort"
-    assert found.changed == usual.stat().st_mtime
+    assert found.changed == usual.stat().st_mtime_ns / 1e9
+    # Of the same tick as the kubelet's socket is not younger: st_mtime is another float than that
+    # of st_mtime_ns, which signatures have.
+    moment = 1_796_000_000_987_656_000
+    os.utime(usual, ns=(moment, moment))
+    found.read()
+    assert found.changed == moment / 1e9
     usual.unlink()
     with pytest.raises(PolicyError, match="/configz: Forbidden"):
         found.read()

@@ -94,6 +94,6 @@ class Configuration:
     ) -> Policy:
         policy = read_policy(file, drop_ins=drop_ins, flags=flags)
         paths = [*([file] if file else []), *(drop_in_files(drop_ins) if drop_ins else [])]
-        times = [path.stat().st_mtime for path in paths if path.exists()]
+        times = [path.stat().st_mtime_ns / 1e9 for path in paths if path.exists()]
         self.changed = max(times, default=None)
         return policy
