@@ -33,7 +33,7 @@ def listed(**held: Any) -> Usage:
     return Usage(pods=(PodUse(pod=WEB, containers=(ContainerUse(name="c", **held),)),))
 
 
-def names(usage: Usage, handed_out: HandedOut | None, *, phase: str = "Failed") -> list[PodName]:
+def names(usage: Usage, handed_out: HandedOut, *, phase: str = "Failed") -> list[PodName]:
     """The pods that count, when the API server says this phase of the pod with UID `old`."""
     facts = PodFacts(pod=WEB, phase=phase, qos="Guaranteed", uid="old")
     return [pod.pod for pod in with_ended(usage, handed_out, pods=(facts,)).pods]
@@ -68,4 +68,4 @@ def test_a_pod_with_devices_is_still_ending() -> None:
 
 
 def test_without_the_files_the_list_counts() -> None:
-    assert names(USAGE, None) == [WEB]
+    assert names(USAGE, HandedOut()) == [WEB]

@@ -26,17 +26,13 @@ from rte.model import (
 ENDED = frozenset({"Succeeded", "Failed"})  # phases of pods that hold nothing any more
 
 
-def with_ended(
-    usage: Usage, handed_out: HandedOut | None, *, pods: tuple[PodFacts, ...] | None
-) -> Usage:
+def with_ended(usage: Usage, handed_out: HandedOut, *, pods: tuple[PodFacts, ...] | None) -> Usage:
     """The usage with each pod's `ended` containers, and without pods that have ended as a whole.
 
     A pod's UID is what those say who tell of the pods; where nobody does, what a listed container
     holds for itself tells whose the UID is, and a pod none of whose containers holds anything
     cannot be told.
     """
-    if handed_out is None:
-        return usage
     usage = _without_ended_pods(usage, handed_out, pods or ())
     holders: dict[PodUid, list[str]] = {}
     for uid, container in sorted({*handed_out.devices, *handed_out.cpus, *handed_out.memory}):

@@ -67,17 +67,15 @@ def doubt(
     if not look.usage.pods and could_have and running != frozenset():
         why = "PodResources lists no pods, though pods ran"
         return Doubt(why, Patience.LONG if restarted else Patience.SHORT)
-    if before is not None:
-        gone = _resources(before.allocatable) - _resources(look.allocatable)
-        if gone:
-            why = f"PodResources offers no {', '.join(sorted(gone))} any more"
-            return Doubt(why, Patience.LONG if restarted else Patience.USUAL)
-        if unread := look.handed_out.unread.keys() - before.handed_out.unread.keys():
-            return Doubt(f"{', '.join(sorted(map(str, unread)))} cannot be read any more")
-        if not restarted and before.allocatable.cpus and not look.allocatable.cpus:
-            return Doubt("PodResources offers no CPUs any more")
     if before is None:
         return None
+    if gone := _resources(before.allocatable) - _resources(look.allocatable):
+        why = f"PodResources offers no {', '.join(sorted(gone))} any more"
+        return Doubt(why, Patience.LONG if restarted else Patience.USUAL)
+    if unread := look.handed_out.unread.keys() - before.handed_out.unread.keys():
+        return Doubt(f"{', '.join(sorted(map(str, unread)))} cannot be read any more")
+    if not restarted and before.allocatable.cpus and not look.allocatable.cpus:
+        return Doubt("PodResources offers no CPUs any more")
     if not restarted and look.handed_out == before.handed_out:
         return None  # nothing has come
     listed = frozenset(_listed(look.usage.pods))
@@ -90,27 +88,21 @@ def doubt(
         if late := {pair for pair in missing & known if pair[1] in listed_before}:
             return Doubt(_unlisted(late), Patience.LONG)
     fresh = {pair for pair in missing - known if not is_memory(pair[1])}
-    fresh |= _fresh_memory(look, before, look.handed_out, before.handed_out, ended)
+    fresh |= _fresh_memory(look, before, ended)
     return Doubt(_unlisted(fresh)) if fresh else None
 
 
-def _fresh_memory(
-    look: Look,
-    before: Look,
-    now: HandedOut,
-    then: HandedOut | None,
-    ended: frozenset[str],
-) -> set[tuple[Holder, Thing]]:
+def _fresh_memory(look: Look, before: Look, ended: frozenset[str]) -> set[tuple[Holder, Thing]]:
     """Blocks that have come into the file and that the list does not have yet.
 
     Blocks have no ids: of like ones the list has first those that were in the file before, but for
     as many as it did not list then either, which are of pods that have ended.
     """
     listed, listed_before = _blocks(look.usage), _blocks(before.usage)
-    old_holders = set(_memory(then, but=ended))
+    old_holders = set(_memory(before.handed_out, but=ended))
     old: Counter[MemoryBlock] = Counter()
     new: dict[MemoryBlock, list[Holder]] = {}
-    for holder, block in _memory(now, but=ended):
+    for holder, block in _memory(look.handed_out, but=ended):
         if (holder, block) in old_holders:
             old[block] += 1
         else:
@@ -140,11 +132,9 @@ def is_memory(thing: Thing) -> bool:
 
 
 def _things(
-    handed_out: HandedOut | None, *, but: frozenset[str] = frozenset()
+    handed_out: HandedOut, *, but: frozenset[str] = frozenset()
 ) -> set[tuple[Holder, Thing]]:
     """What the files say is held, each with its holder; `but` are UIDs that do not count."""
-    if handed_out is None:
-        return set()
     held: set[tuple[Holder, Thing]] = set()
     for holder, devices in handed_out.devices.items():
         held.update((holder, ("device", *device)) for device in devices)
@@ -156,13 +146,10 @@ def _things(
     return {(holder, thing) for holder, thing in held if holder[0] not in but}
 
 
-def _memory(
-    handed_out: HandedOut | None, *, but: frozenset[str]
-) -> Iterator[tuple[Holder, MemoryBlock]]:
-    if handed_out is not None:
-        for holder, block in held_memory(handed_out):
-            if holder[0] not in but:
-                yield holder, block
+def _memory(handed_out: HandedOut, *, but: frozenset[str]) -> Iterator[tuple[Holder, MemoryBlock]]:
+    for holder, block in held_memory(handed_out):
+        if holder[0] not in but:
+            yield holder, block
 
 
 def _blocks(usage: Usage) -> Counter[MemoryBlock]:
