@@ -42,6 +42,7 @@ from rte.publish.publisher import ApiSink, FolderSink, Sink
 from tests.conftest import GoProgram
 from tests.http_faults import Fault, FaultyProxy
 from tests.pod_resources import GPU, PodResources
+from tests.ports import free_port
 from tests.real_apiserver import ApiServer as RealApiServer
 from tests.small_machine import machine
 
@@ -619,9 +620,7 @@ def test_an_api_server_that_is_gone_and_back_gets_the_newest(
     make_node: MakeNode, apiserver: RealApiServer
 ) -> None:
     apiserver.apply_files(CRD)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     api = ApiServer(Access(server=f"http://127.0.0.1:{port}", token=apiserver.token))
     node = make_node(sink=ApiSink(api, node="n", takeover_after_s=180, owner=False))
     path = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/n"

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -36,6 +35,7 @@ from tests.deployed import (
 from tests.fake_nvml import XID, Driver
 from tests.http_faults import FaultyProxy
 from tests.machines.description import FOLDER
+from tests.ports import free_port
 from tests.real_apiserver import ApiServer, Json
 from tests.real_kubelet import Kubelet, numa_nodes, pod
 
@@ -224,13 +224,6 @@ class Daemon:
             for resource in zone["resources"]
             if resource["name"] == GPU
         ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 StartDaemon = Callable[..., Daemon]

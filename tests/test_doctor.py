@@ -17,9 +17,9 @@ from rte.agent import UNREADY
 from rte.commands.advice import do
 from tests.daemon_process import DaemonProcess
 from tests.fake_nvml import XID
+from tests.ports import free_port
 from tests.real_apiserver import MERGE, ApiServer
 from tests.small_kubelet import GPUS
-from tests.test_deployed import free_port
 
 ROOT = Path(__file__).parents[1]
 CRDS = [ROOT / "crds" / kind / "crd.yaml" for kind in ("noderesourcetopology", "gpufabric")]

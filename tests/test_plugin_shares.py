@@ -18,6 +18,7 @@ from rte.kubelet.usage import channel, read_allocatable, read_usage
 from rte.model import PciAddress, PodName
 from rte.sources.recorded import read_recorded
 from tests.machines.description import FOLDER
+from tests.ports import free_port
 from tests.real_kubelet import Kubelet, numa_nodes, pod
 from tests.simple_plugin import SimplePlugin
 from tests.small_kubelet import until
@@ -337,12 +338,3 @@ def test_the_daemon_answers_with_its_decisions(kubelet: StartKubelet, tmp_path: 
         assert plugin.log.read_text().count("2 of 4 offered") == 1
     finally:
         plugin.end()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port

@@ -9,7 +9,7 @@ import pytest
 import urllib3
 
 from tests.daemon_process import DaemonProcess
-from tests.test_deployed import free_port
+from tests.ports import free_port
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ from tests.conftest import StartKubelet
 from tests.fake_nvml import Driver
 from tests.http_faults import Fault, FaultyProxy
 from tests.machines.description import FOLDER
+from tests.ports import free_port
 from tests.real_apiserver import MERGE
 from tests.real_apiserver import ApiServer as RealApiServer
 from tests.real_kubelet import Kubelet, pod
@@ -459,13 +460,6 @@ def containers(chance: random.Random, count: int) -> list[Mapping[str, str | int
         return wanted
 
     return [container() for _ in range(count)]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def soak_seed() -> int:

@@ -32,8 +32,8 @@ from rte.status import MOST_CONNECTIONS, Page, Probes, StatusServer
 from rte.tls import Tls, TlsError, TlsFiles, parse_validity
 from tests.config_map import write_volume
 from tests.daemon_process import DaemonProcess
+from tests.ports import free_port
 from tests.small_kubelet import until
-from tests.test_deployed import free_port
 
 NAME = "rte.rte.svc"
 DAY_S = 86400.0

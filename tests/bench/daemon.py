@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from tests.bench.rpc import preference
 from tests.fake_nvml import Driver
 from tests.machines.description import FOLDER
 from tests.pod_resources import GPU, PodResources
+from tests.ports import free_port
 from tests.small_kubelet import SmallKubelet, until
 
 MACHINE = "hgx-h100-oci"
@@ -60,11 +60,8 @@ def plugin() -> Iterator[Plugin]:
             SmallKubelet(root / "device-plugins") as kubelet,
             PodResources(root / "pod-resources/kubelet.sock", nodes) as pods,
             (root / "log").open("w") as log,
-            socket.socket() as free,
         ):
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-            free.close()
+            port = free_port()
             began = time.monotonic()
             process = subprocess.Popen(
                 [sys.executable, "-m", "rte", "plugin"],

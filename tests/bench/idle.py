@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from rte.sources.recorded import read_recorded, unpack
-from tests.bench.publish import CRDS, MACHINE, PODS, children, cpu_s, free_port, memory
+from tests.bench.publish import CRDS, MACHINE, PODS, children, cpu_s, memory
 from tests.fake_nvml import fake_nvml
 from tests.gobuild import program
 from tests.machines.description import FOLDER
 from tests.pod_resources import GPU
+from tests.ports import free_port
 from tests.real_apiserver import ApiServer
 from tests.real_kubelet import Kubelet, numa_nodes, pod
 from tests.simple_plugin import SimplePlugin

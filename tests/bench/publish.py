@@ -32,6 +32,7 @@ from tests.fake_nvml import fake_nvml
 from tests.gobuild import program
 from tests.machines.description import FOLDER
 from tests.pod_resources import GPU, PodResources
+from tests.ports import free_port
 from tests.real_apiserver import ApiServer
 from tests.small_kubelet import SmallKubelet
 
@@ -200,15 +201,6 @@ def publishing(server: ApiServer, folder: Path, role: str) -> Iterator[tuple[Ben
             finally:
                 process.send_signal(signal.SIGTERM)
                 process.wait(20)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def latencies_ms(bench: Bench) -> list[float]:
