@@ -104,7 +104,11 @@ def _take(key: str, value: Any, ours: Json, passed_over: list[str]) -> None:
     if key in TAKEN:
         put(ours, TAKEN[key], value)
     elif key in SPECIAL:
-        for ours_key, text in SPECIAL[key](value).items():
+        try:
+            found = SPECIAL[key](value)
+        except ValueError as error:
+            raise ExporterError(key, str(error)) from error
+        for ours_key, text in found.items():
             put(ours, ours_key, text)
     elif key in PASSED_OVER:
         passed_over.append(f"{key} changes nothing")
@@ -198,27 +202,14 @@ def _nanoseconds(value: Any) -> Json:
     return {"kubelet.poll": value / 1e9}
 
 
-def _named(key: str, meant: Callable[[Any], Json]) -> Callable[[Any], Json]:
-    def take(value: Any) -> Json:
-        try:
-            return meant(value)
-        except ValueError as error:
-            raise ExporterError(key, str(error)) from error
-
-    return take
-
-
-# Keys that are more than another word for one of ours.
+# Keys that are more than another word for one of ours; they raise ValueError.
 SPECIAL: Mapping[str, Callable[[Any], Json]] = {
-    key: _named(key, meant)
-    for key, meant in {
-        "global.debug": _debug,
-        "nrtUpdater.noPublish": _silent,
-        "nrtUpdater.oneShot": _once,
-        "resourceMonitor.namespace": all_pods,
-        "resourceMonitor.podSetFingerprint": fingerprint,
-        "topologyExporter.sleepInterval": _nanoseconds,
-    }.items()
+    "global.debug": _debug,
+    "nrtUpdater.noPublish": _silent,
+    "nrtUpdater.oneShot": _once,
+    "resourceMonitor.namespace": all_pods,
+    "resourceMonitor.podSetFingerprint": fingerprint,
+    "topologyExporter.sleepInterval": _nanoseconds,
 }
 SECTIONS = {key.rpartition(".")[0] for key in (*TAKEN, *SPECIAL)} - {""}
 FIRST = SECTIONS | {key for key in TAKEN if "." not in key}
