@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 import grpc
 
+from rte.backoff import doubled_s, ordered_s
 from rte.kubelet.ended import ENDED, with_ended
 from rte.kubelet.plausible import Doubt, Look, doubt
 from rte.kubelet.policy import InForce, PolicyError, says
@@ -32,7 +33,7 @@ from rte.kubelet.state import (
 from rte.kubelet.usage import KubeletError, ask_allocatable, parse_allocatable, read_usage
 from rte.kubelet.watch import FileWatch, Signature, signature, watch
 from rte.model import Faults, Machine, Observation, PodFacts, Policy, Usage
-from rte.pacer import Due, Pace, Pacer, backoff_s, ordered_s
+from rte.pacer import Due, Pace, Pacer
 from rte.problems import Problems
 from rte.publish.access import ApiError
 from rte.publish.patch import is_stale, may_wake, with_stale
@@ -620,7 +621,8 @@ class Agent:
             self._other_failures = 0
             return outcomes
         chance = random.random()
-        wait_s = backoff_s(self._pacer.pace, self._other_failures, OTHERS_LONGEST_S, chance=chance)
+        first_s = self._pacer.pace.retry_first_s
+        wait_s = doubled_s(first_s, OTHERS_LONGEST_S, self._other_failures, chance=chance)
         self._other_failures += 1
         self._others_at = now + max(
             wait_s, ordered_s(self._other_failed.retry_after_s, chance=chance)
@@ -653,7 +655,7 @@ class Agent:
         with self._condition:
             self._pacer.looked(now, wrote=wrote, wakes=wakes)
             if self._node_failures:
-                self._pacer.again(now, min(2.0 ** (self._node_failures - 1), 600.0))
+                self._pacer.again(now, doubled_s(1.0, 600.0, self._node_failures - 1))
             if self._other_failed is not None:
                 self._pacer.again(now, max(self._others_at - now, 0))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rte.backoff import doubled_s, ordered_s
 from rte.kubelet.plausible import Patience
 
 
@@ -207,8 +208,8 @@ class Pacer:
         `longest_s` how long it is left alone at the most, where that is not as for all."""
         pace = self.pace
         longest_s = pace.retry_longest_s if longest_s is None else longest_s
-        wait_s = backoff_s(pace, self._failures, longest_s, chance=chance)
-        self._failures = min(self._failures + 1, 30)
+        wait_s = doubled_s(pace.retry_first_s, longest_s, self._failures, chance=chance)
+        self._failures += 1
         self._doubted_since = None  # the time without an answer is none in which it was looked at
         self._retry_is_order = after_s is not None
         self._retry_at = now + max(wait_s, ordered_s(after_s, chance=chance))
@@ -266,13 +267,3 @@ class Pacer:
         if waits or self._first is not None or not self.pace.glance_s:
             return None
         return min((self._glance_at, *self._glances))
-
-
-def backoff_s(pace: Pace, failures: int, longest_s: float, *, chance: float) -> float:
-    """How long to wait after as many failures in a row and one more."""
-    return min(pace.retry_first_s * 2.0 ** min(failures, 30), longest_s) * (1 - chance / 2)
-
-
-def ordered_s(after_s: float | None, *, chance: float) -> float:
-    """What a server asked for, and up to half of it more: it has told many nodes the same."""
-    return (after_s or 0) * (1 + chance / 2)

@@ -10,11 +10,12 @@ ROOT = Path(__file__).parent.parent
 # A room → the rooms it may import. The edge (commands, __main__) may import everything.
 ALLOWED = {
     "rte.model": set(),
-    "rte.discovery": {"rte.model"},
+    "rte.backoff": set(),
+    "rte.discovery": {"rte.model", "rte.backoff"},
     "rte.sources": {"rte.model", "rte.discovery"},
     "rte.graph": {"rte.model"},
-    "rte.kubelet": {"rte.model"},
-    "rte.publish": {"rte.model", "rte.graph"},
+    "rte.kubelet": {"rte.model", "rte.backoff"},
+    "rte.publish": {"rte.model", "rte.backoff", "rte.graph"},
     "rte.view": {"rte.model", "rte.graph"},
     "rte.config": {"rte.exporter", "rte.model", "rte.nvidia"},
     "rte.exporter": set(),
@@ -23,10 +24,11 @@ ALLOWED = {
     "rte.metrics": {"rte.model", "rte.graph"},
     "rte.status": {"rte.model", "rte.graph", "rte.metrics", "rte.tls", "rte.view"},
     "rte.tls": set(),
-    "rte.pacer": {"rte.kubelet"},
+    "rte.pacer": {"rte.backoff", "rte.kubelet"},
     "rte.problems": set(),
     "rte.agent": {
         "rte.model",
+        "rte.backoff",
         "rte.pacer",
         "rte.problems",
         "rte.graph",

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 
+from rte.backoff import doubled_s
 from rte.discovery.reading import (
     EVENT_WAIT_MS,
     NvmlEvent,
@@ -185,8 +186,8 @@ class NvmlWorker:
             problem = f"{problem}; it cannot be killed: stuck in the kernel"
         else:
             first, longest = self.retry_s
-            self.not_before = self.clock() + min(longest, first * 2**self.failures)
-            self.failures = min(self.failures + 1, 30)
+            self.not_before = self.clock() + doubled_s(first, longest, self.failures)
+            self.failures += 1
         self.problem = problem
         return NvmlUnavailable(problem)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import grpc
 from google.protobuf.message import DecodeError
 
+from rte.backoff import doubled_s
 from rte.kubelet.api import pod_pb2 as core
 from rte.kubelet.api import pods_pb2 as api
 from rte.kubelet.api import pods_pb2_grpc as rpc
@@ -274,7 +275,7 @@ def retry_s(code: grpc.StatusCode | None, failures: int) -> float:
     """How long to wait after the n-th failure in a row, if the socket is not made anew before."""
     if code in ABSENT:
         return RETRY_NOT_SERVED_S
-    return float(min(RETRY_FIRST_S * 2.0 ** min(failures - 1, 30), RETRY_LONGEST_S))
+    return doubled_s(RETRY_FIRST_S, RETRY_LONGEST_S, failures - 1)
 
 
 def all_back(facts: Mapping[PodName, PodFacts], known: Mapping[PodName, PodFacts]) -> bool:

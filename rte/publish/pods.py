@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from rte.backoff import doubled_s, ordered_s
 from rte.model import PodFacts, PodName
 from rte.publish.access import ApiError
 from rte.publish.apply import ApiServer
@@ -139,9 +140,12 @@ class PodWatch:
 def retry_s(error: ApiError, failures: int, *, chance: float) -> float:
     """How long to wait after the n-th failure in a row: never as long as all other nodes, whose
     watches an API server ends together."""
-    fixed_s = {410: RETRY_FIRST_S, 403: FORBIDDEN_RETRY_S}.get(error.status or 0)
-    wait_s = fixed_s or min(RETRY_FIRST_S * 2.0 ** min(failures - 1, 30), RETRY_LONGEST_S)
-    return max(wait_s * (1 - chance / 2), (error.retry_after_s or 0) * (1 + chance / 2))
+    first_s, longest_s = {
+        410: (RETRY_FIRST_S, RETRY_FIRST_S),
+        403: (FORBIDDEN_RETRY_S, FORBIDDEN_RETRY_S),
+    }.get(error.status or 0, (RETRY_FIRST_S, RETRY_LONGEST_S))
+    wait_s = doubled_s(first_s, longest_s, failures - 1, chance=chance)
+    return max(wait_s, ordered_s(error.retry_after_s, chance=chance))
 
 
 # A pod's JSON, as far as it matters
