@@ -92,10 +92,11 @@ def translated(data: Mapping[str, Any]) -> Translated:
     """The options of a file; other keys stay as they are. Raises ExporterError."""
     ours: Json = {key: value for key, value in data.items() if key not in FIRST}
     passed_over: list[str] = []
-    for name in FIRST & data.keys():
-        _take(name, data[name], ours, passed_over)
+    for name, value in data.items():
+        if name in FIRST:
+            _take(name, value, ours, passed_over)
     _take_metrics(data.get("topologyExporter") or {}, ours, passed_over)
-    return Translated(ours, tuple(sorted(passed_over)))
+    return Translated(ours, tuple(passed_over))
 
 
 def _take(key: str, value: Any, ours: Json, passed_over: list[str]) -> None:
@@ -151,8 +152,9 @@ def metrics_mode(mode: Any) -> str:
 
 def metrics_tls(said: Mapping[str, Any]) -> Json:
     """What `said`, by the keys of TLS_DEFAULTS, comes to. Raises ExporterError, with such a key."""
-    for key in said.keys() - TLS_DEFAULTS.keys():
-        raise ExporterError(key, "there is nothing like it here")
+    for key in said:
+        if key not in TLS_DEFAULTS:
+            raise ExporterError(key, "there is nothing like it here")
     chosen = TLS_DEFAULTS | {key: value for key, value in said.items() if value not in (None, "")}
     version = chosen["minTLSVersion"] or "VersionTLS12"
     if version not in ("VersionTLS12", "VersionTLS13"):

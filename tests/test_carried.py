@@ -356,6 +356,28 @@ def test_what_cannot_be_followed_is_named(tmp_path: Path, key: str, case: tuple[
     assert refused.value.key == key
 
 
+SECTIONS = ("global", "nrtUpdater", "resourceMonitor", "topologyExporter")
+
+
+@pytest.mark.parametrize("names", [SECTIONS, SECTIONS[::-1]], ids=["forth", "back"])
+def test_the_first_key_of_the_file_that_cannot_be_followed_is_named(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(tmp_path, "".join(f"{name}: {{new: 1}}\n" for name in names))
+    assert refused.value.key == f"{names[0]}.new"
+
+
+@pytest.mark.parametrize(
+    "names", [("excludeList", "resourceExclude"), ("resourceExclude", "excludeList")]
+)
+def test_of_two_words_for_one_option_the_later_counts(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    found = read(tmp_path, "".join(f"{name}: {{'*': [of-{name}]}}\n" for name in names))
+    assert found.nrt.resource_exclude == {"*": (f"of-{names[1]}",)}
+
+
 def test_every_key_that_is_taken_is_an_option_of_ours() -> None:
     keys = {option.key for option in options()}
     assert set(TAKEN.values()) <= keys
