@@ -109,7 +109,7 @@ class DevicePlugin:
         self._known: Mapping[PciAddress, Known] = {}
         self._withheld: Mapping[str, str] = {}
         self._said: set[str] = set()
-        self._specs = Specs(self._say_once)
+        self._specs = Specs(options.cdi, self._say_once)
         self._started = False
         self._stopping = threading.Event()
         self._wake = threading.Event()
@@ -220,7 +220,7 @@ class DevicePlugin:
                     return lost
             check_start(options.cdi)
             self.options = options
-            self._specs = Specs(self._say_once)
+            self._specs = Specs(options.cdi, self._say_once)
             self._publish_again()
         log.info("the changed configuration is in force")
         return {}
@@ -434,8 +434,8 @@ class DevicePlugin:
         extra: tuple[str, ...] = ()
         if options.handing.has_cdi:
             ids = dict.fromkeys(device.holds for found in lists.values() for device in found)
-            names = self._specs.names(ids, options.cdi, owners=who, nodes=nodes)
-            extra = cdi.extra_names(options.handing, self._specs.listed(options.cdi))
+            names = self._specs.names(ids, owners=who, nodes=nodes)
+            extra = cdi.extra_names(options.handing, self._specs.listed())
         if self._write_topology():
             nodes = replace(nodes, nccl_topology=True)
         gone: dict[str, tuple[Device, ...]] = dict.fromkeys(self.resources, ())
@@ -460,7 +460,7 @@ class DevicePlugin:
         """Our specification goes when it is not wanted (any more) and no pod has what it names:
         a container that starts again is given the names that it was given first."""
         if self._usage_seen and not self._in_use():
-            self._specs.remove_own(self.options.cdi)
+            self._specs.remove_own()
 
     def _write_topology(self) -> bool:
         """Whether NCCL's topology file is there, made from the graph as it is now."""
@@ -521,7 +521,7 @@ class DevicePlugin:
         if kubelet is not None and (self._usage_due.is_set() or now >= self._usage_at):
             self._usage_due.clear()
             self._read_usage(kubelet)
-            if not self._specs.wants_own(self.options.cdi):
+            if not self._specs.wants_own():
                 self._remove_spec()
             self._usage_at = now + (USAGE_SOON_S if self._waits_for_list else USAGE_POLL_S)
         self._log_decisions(wait_s=self._join_s)
@@ -536,7 +536,7 @@ class DevicePlugin:
             if well and not self._settled:
                 settle_memory()
                 self._settled = True
-            if self._specs.changed(self.options.cdi):
+            if self._specs.changed():
                 self._publish_again()
 
     @property

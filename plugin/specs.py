@@ -26,44 +26,42 @@ class Wanted:
 class Specs:
     """Reads again what has changed; ours is made and removed here."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, wanted: Wanted, say: Callable[[str], None]) -> None:
         """`say` tells people a sentence, once."""
+        self._wanted = wanted
         self._say = say
         self._stamps: cdi.Stamps | None = None
         self._listed = cdi.Listed({}, ())
 
-    def listed(self, wanted: Wanted) -> cdi.Listed:
+    def listed(self) -> cdi.Listed:
         """What the specifications list, read only when one has changed."""
-        stamps = cdi.stamps(wanted.directories)
+        stamps = cdi.stamps(self._wanted.directories)
         if stamps != self._stamps:
             self._stamps = stamps
-            self._listed = cdi.read_listed(wanted.directories)
+            self._listed = cdi.read_listed(self._wanted.directories)
             for sentence in self._listed.unreadable:
                 self._say(sentence)
         return self._listed
 
-    def changed(self, wanted: Wanted) -> bool:
+    def changed(self) -> bool:
         """Whether a file has changed since they were read: the toolkit writes when it likes."""
+        wanted = self._wanted
         return wanted.handing.has_cdi and cdi.stamps(wanted.directories) != self._stamps
 
-    def wants_own(self, wanted: Wanted) -> bool:
+    def wants_own(self) -> bool:
         """Whether a specification of ours is to be there."""
+        wanted = self._wanted
         return wanted.handing.has_cdi and cdi.wants_own(
-            wanted.handing, nodes_only=wanted.nodes_only, listed=self.listed(wanted)
+            wanted.handing, nodes_only=wanted.nodes_only, listed=self.listed()
         )
 
     def names(
-        self,
-        ids: Collection[DeviceId],
-        wanted: Wanted,
-        *,
-        owners: Mapping[DeviceId, Owner],
-        nodes: Nodes,
+        self, ids: Collection[DeviceId], *, owners: Mapping[DeviceId, Owner], nodes: Nodes
     ) -> Mapping[DeviceId, str]:
         """A qualified name for each id that has one; writes our specification where wanted."""
-        listed = self.listed(wanted)
+        wanted, listed = self._wanted, self.listed()
         own: frozenset[str] = frozenset()
-        if self.wants_own(wanted):
+        if self.wants_own():
             spec = cdi.nodes_spec(ids, owners=owners, handing=wanted.handing, nodes=nodes)
             own = frozenset(device["name"] for device in spec["devices"])
             try:
@@ -79,9 +77,9 @@ class Specs:
                 )
         return found
 
-    def remove_own(self, wanted: Wanted) -> None:
+    def remove_own(self) -> None:
         """Removes ours; others' are left alone."""
-        path = cdi.remove_spec(wanted.directories[-1])
+        path = cdi.remove_spec(self._wanted.directories[-1])
         if path is not None:
             log.info("%s is removed: no pod needs it", path)
 
