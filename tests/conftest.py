@@ -115,6 +115,13 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """What a test leaves there ends with it, however that ends."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
 def golden(pytestconfig: pytest.Config) -> Golden:
     """Compares a text with the file that holds what it should be."""
 

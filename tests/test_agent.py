@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -371,16 +371,15 @@ MakeNode = Callable[..., Node]
 
 
 @pytest.fixture
-def make_node(tmp_path: Path) -> Iterator[MakeNode]:
+def make_node(tmp_path: Path, stack: ExitStack) -> MakeNode:
     """Makes a node, whose agent ends with the test however that ends."""
-    with ExitStack() as stack:
 
-        def made(pace: Pace = QUICK, sink: Sink | None = None) -> Node:
-            node = Node(tmp_path, pace, sink)
-            stack.callback(node.end)
-            return node
+    def made(pace: Pace = QUICK, sink: Sink | None = None) -> Node:
+        node = Node(tmp_path, pace, sink)
+        stack.callback(node.end)
+        return node
 
-        yield made
+    return made
 
 
 @pytest.fixture

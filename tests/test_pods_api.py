@@ -68,25 +68,17 @@ class Followed:
         until(lambda: self.phases() == phases, self.phases)
 
 
-@pytest.fixture
-def follow() -> Iterator[Callable[[Path], Followed]]:
-    with ExitStack() as stack:
-
-        def start(socket: Path) -> Followed:
-            followed = Followed(lambda wake, tell: PodsApi(socket, wake, tell))
-            stack.callback(followed.follower.stop)
-            return followed
-
-        yield start
-
-
 Follow = Callable[[Path], Followed]
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
+def follow(stack: ExitStack) -> Follow:
+    def start(socket: Path) -> Followed:
+        followed = Followed(lambda wake, tell: PodsApi(socket, wake, tell))
+        stack.callback(followed.follower.stop)
+        return followed
+
+    return start
 
 
 class Both:

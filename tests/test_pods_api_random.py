@@ -5,7 +5,7 @@ and runs is missing."""
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import pytest
@@ -202,12 +202,6 @@ class World:
         }
         (kind,) = chance.choices(list(kinds), list(kinds.values()))
         kind(chance)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.mark.parametrize("api_server", [False, True], ids=["kubelet alone", "and API server"])

@@ -1,7 +1,7 @@
 """The running scheduler takes in what is published by the word of the kubelet's pods API, through
 all that a pod may become."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import ExitStack
 
 import pytest
@@ -89,12 +89,6 @@ class Watched:
         wanted = fingerprint(PodName(namespace=space, name=name) for name in names)
         self.node.until(lambda: fingerprint_of(self.node.body()) == wanted, 15)
         assert not_taken_in(self.scheduler, {self.node.name: wanted}) == set()
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture
