@@ -72,9 +72,9 @@ class PciTree:
 def bridges_above(
     devices: Mapping[PciAddress, PciDevice], address: PciAddress
 ) -> tuple[PciAddress, ...]:
-    """The bridges from a function up to the root complex, nearest first."""
+    """The bridges from a function up to the root complex, nearest first; none of an unknown one."""
     found: list[PciAddress] = []
-    device: PciDevice | None = devices[address]
+    device = devices.get(address)
     while device is not None and device.parent is not None and device.parent not in found:
         found.append(device.parent)
         device = devices.get(device.parent)

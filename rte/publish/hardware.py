@@ -12,6 +12,8 @@ from typing import Any
 
 from rte.graph.build import Graph
 from rte.graph.groups import Group
+from rte.graph.preference import bits
+from rte.graph.tree import bridges_above
 from rte.model import (
     DeviceId,
     FaultClass,
@@ -88,16 +90,9 @@ class Hardware:
             port: f"switch-{number}" for number, port in enumerate(sorted(ports, key=pci_order))
         }
 
-    def switches_above(self, address: PciAddress) -> list[PciAddress]:
+    def switches_above(self, address: PciAddress) -> tuple[PciAddress, ...]:
         """Upstream ports from the root complex down to the function."""
-        bridges: list[PciAddress] = []
-        function = self.functions.get(address)
-        while function is not None and function.parent is not None:
-            if function.parent in bridges:
-                break
-            bridges.append(function.parent)
-            function = self.functions.get(function.parent)
-        return bridges[::-1][1::2]
+        return bridges_above(self.functions, address)[::-1][1::2]
 
     def parent(self, address: PciAddress) -> str | None:
         """The zone of the nearest switch above, else the NUMA zone."""
@@ -108,7 +103,7 @@ class Hardware:
 def linked_ids(graph: Graph) -> dict[DeviceId, list[DeviceId]]:
     """The GPUs that each GPU reaches over NVLink directly, without those that reach none."""
     return {
-        graph.ids[position]: [other for bit, other in enumerate(graph.ids) if neighbours >> bit & 1]
+        graph.ids[position]: [graph.ids[other] for other in bits(neighbours)]
         for position, neighbours in enumerate(graph.adjacent)
         if neighbours
     }
