@@ -12,7 +12,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -32,7 +31,7 @@ from rte.kubelet.state import (
 )
 from rte.kubelet.usage import KubeletError, ask_allocatable, parse_allocatable, read_usage
 from rte.kubelet.watch import FileWatch, Signature, signature, watch
-from rte.model import Faults, Machine, Observation, PodFacts, Policy, Usage
+from rte.model import Faults, Machine, Observation, PodFacts, Policy, Usage, rfc3339
 from rte.pacer import Due, Pace, Pacer
 from rte.problems import Problems
 from rte.publish.access import ApiError
@@ -187,7 +186,7 @@ class KubeletPolicy:
         changed = self._sources.policy_changed()
         if kubelet is None or changed is None or changed <= kubelet[3] / 1e9:
             return None
-        return datetime.fromtimestamp(changed, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return rfc3339(changed)
 
     def _published(self) -> Policy | None:
         try:
@@ -406,7 +405,7 @@ class Agent:
             self._fail("kubelet", code, str(error), longest_s=longest_s)
         except ApiError as error:
             self._sink_is_due = True
-            self._fail("API server", error.reason, in_words(error), after_s=error.retry_after_s)
+            self._fail("API server", error.reason, refused(error), after_s=error.retry_after_s)
         else:
             if Due.REREAD in due:
                 self._reread(now)
@@ -572,7 +571,7 @@ class Agent:
 
     def _publish(self, observation: Observation, *, since: float, now: float) -> None:
         bodies = {str(body["kind"]): body for body in self._compose(observation)}
-        outcomes = [self.sink.publish(bodies[kind], now) for kind in bodies if kind == NRT_KIND]
+        outcomes = [self.sink.publish(bodies[NRT_KIND], now)] if NRT_KIND in bodies else []
         outcomes += self._publish_others(bodies, now)
         wrote = any(outcome.wrote.is_write for outcome in outcomes)
         self._reread_failed = self._reread_failed and not wrote
@@ -583,7 +582,7 @@ class Agent:
         wakes = any(
             may_wake(self._bodies.get(outcome.kind), bodies[outcome.kind])
             for outcome in outcomes
-            if outcome.kind == "NodeResourceTopology" and outcome.wrote is not Wrote.CREATED
+            if outcome.kind == NRT_KIND and outcome.wrote is not Wrote.CREATED
         )
         self._bodies = bodies
         self._count(outcomes)
@@ -616,7 +615,7 @@ class Agent:
             except ApiError as error:
                 self._other_failed = error
                 self.counts.failures["API server", error.reason] += 1
-                self.problems.report("API server", in_words(error))
+                self.problems.report("API server", refused(error))
         if self._other_failed is None:
             self._other_failures = 0
             return outcomes
@@ -639,8 +638,7 @@ class Agent:
         late_s = now - self.observed_at
         if late_s < self._stale_s or is_stale(body):
             return
-        since = datetime.fromtimestamp(time.time() - late_s, UTC)
-        body = with_stale(body, f"{since:%Y-%m-%dT%H:%M:%SZ}")
+        body = with_stale(body, rfc3339(time.time() - late_s))
         self._sink_is_due = True  # the next good look publishes though it may see nothing new
         try:
             self._count([self.sink.publish(body, now)])
@@ -699,7 +697,7 @@ class Agent:
         """Looks go on meanwhile: what they find may be written all the same."""
         self._reread_failed = True
         self.counts.failures["API server", error.reason] += 1
-        self.problems.report("API server", in_words(error))
+        self.problems.report("API server", refused(error))
         chance = random.random()
         after_s = max(
             REREAD_RETRY_S * (1 + chance / 2), ordered_s(error.retry_after_s, chance=chance)
@@ -720,7 +718,8 @@ class Agent:
             self.counts.written_bytes[outcome.kind] += outcome.size_bytes
 
 
-def in_words(error: ApiError) -> str:
+def refused(error: ApiError) -> str:
+    """What the API server has against it, and where that may come from."""
     words = str(error)
     if error.unknown_kind:
         words += "; is the custom resource definition installed?"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from enum import IntEnum, StrEnum
 from typing import NewType
 
@@ -177,6 +178,11 @@ def base_units(quantity: str) -> int:
     """A Kubernetes quantity in whole units (cores, bytes, devices), rounded away from zero."""
     milli = thousandths(quantity)
     return -(-milli // 1000) if milli >= 0 else milli // 1000
+
+
+def rfc3339(epoch_s: float) -> str:
+    """A moment, in seconds since the epoch, as Kubernetes writes it: 2026-01-31T12:00:00Z."""
+    return f"{datetime.fromtimestamp(epoch_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def huge_pages_name(page_bytes: int) -> str:

@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import NamedTuple
+
+from rte.model import rfc3339
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +18,7 @@ class Problem(NamedTuple):
     since: float  # seconds since the epoch
 
     def __str__(self) -> str:
-        since = datetime.fromtimestamp(self.since, UTC)
-        return f"{self.words} (since {since:%Y-%m-%dT%H:%M:%SZ})"
+        return f"{self.words} (since {rfc3339(self.since)})"
 
 
 class Known(NamedTuple):

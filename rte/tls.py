@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from rte.model import rfc3339
+
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 1 << 20  # of a file, which is a bundle of authorities at most
@@ -69,13 +71,13 @@ class Tls:
     def problem(self) -> str | None:
         """What is wrong with the files or with what is served, in words."""
         if self._refused is not None:
-            return f"{self._refused} (in force: the former one, which ends at {when(self.ends)})"
+            return f"{self._refused} (in force: the former one, which ends at {rfc3339(self.ends)})"
         left_s = self.ends - self._clock()
         name = f"http.tls.certFile {self.files.certificate}"
         if left_s <= 0:
-            return f"{name}: ended at {when(self.ends)}"
+            return f"{name}: ended at {rfc3339(self.ends)}"
         if left_s < min(SOON * (self.ends - self._served.begins), SOON_S):
-            return f"{name}: ends at {when(self.ends)}, and has not been renewed"
+            return f"{name}: ends at {rfc3339(self.ends)}, and has not been renewed"
         return None
 
     def reload(self) -> None:
@@ -93,7 +95,7 @@ class Tls:
             self._tell()
 
     def _tell(self) -> None:
-        log.info("http: certificate %s, until %s", self.files.certificate, when(self.ends))
+        log.info("http: certificate %s, until %s", self.files.certificate, rfc3339(self.ends))
 
     @contextmanager
     def accepted(self, plain: socket.socket, *, within_s: float) -> Iterator[ssl.SSLSocket]:
@@ -119,10 +121,6 @@ class Tls:
     def is_verified(connection: socket.socket) -> bool:
         """Whether a client has shown a certificate of `client_ca`."""
         return isinstance(connection, ssl.SSLSocket) and bool(connection.getpeercert())
-
-
-def when(epoch_s: float) -> str:
-    return f"{datetime.fromtimestamp(epoch_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 # Files

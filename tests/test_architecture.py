@@ -23,9 +23,9 @@ ALLOWED = {
     "rte.control": set(),
     "rte.metrics": {"rte.model", "rte.graph"},
     "rte.status": {"rte.model", "rte.graph", "rte.metrics", "rte.tls", "rte.view"},
-    "rte.tls": set(),
+    "rte.tls": {"rte.model"},
     "rte.pacer": {"rte.backoff", "rte.kubelet"},
-    "rte.problems": set(),
+    "rte.problems": {"rte.model"},
     "rte.agent": {
         "rte.model",
         "rte.backoff",

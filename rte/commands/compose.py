@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from rte.config import Config
 from rte.graph.build import Graph
 from rte.graph.groups import Group, Remembered, groups
 from rte.kubelet.usage import claimed
-from rte.model import DeviceUse, Machine, Observation, PciAddress
+from rte.model import DeviceUse, Machine, Observation, PciAddress, rfc3339
 from rte.publish.accounting import Unbound
 from rte.publish.fabric import fabric
 from rte.publish.fingerprint import InformerMode
@@ -149,7 +149,7 @@ class Composer:
             observation.faults,
             node_name=self._node,
             node_uid=None,
-            now=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            now=rfc3339(time.time()),
             previous=before.fabric,
         )
 
