@@ -185,16 +185,13 @@ def nvlinks(hardware: Hardware) -> list[dict[str, Any]]:
 
 
 def group(one: Group, hardware: Hardware) -> dict[str, Any]:
-    def names(addresses: Iterable[PciAddress]) -> list[str]:
-        return [hardware.name_of.get(address, str(address)) for address in addresses]
-
     return present(
         {
             "name": one.name,
             "shape": one.shape.value,
-            "gpus": names(one.gpus),
+            "gpus": hardware.names(one.gpus),
             "domain": one.domain,
-            "degraded": names(one.degraded) or None,
+            "degraded": hardware.names(one.degraded) or None,
         }
     )
 

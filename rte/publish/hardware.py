@@ -64,6 +64,10 @@ class Hardware:
         self.position = {gpu.pci: position for position, gpu in enumerate(answering)}
         self.linked = linked_ids(graph) if graph is not None else {}
 
+    def names(self, addresses: Iterable[PciAddress]) -> list[str]:
+        """GPUs' names; the address of one that the machine does not list."""
+        return [self.name_of.get(address, address) for address in addresses]
+
     def zone_of(self, address: PciAddress | None, numa: NumaId | None = None) -> int | None:
         """The zone of a function whose firmware or operator states its node; never an inferred
         one. `numa` is asked where there is no function."""
@@ -206,14 +210,11 @@ def group_zones(hardware: Hardware) -> list[dict[str, Any]]:
 
 
 def group_values(group: Group, hardware: Hardware) -> dict[str, str]:
-    def names(addresses: Iterable[PciAddress]) -> str:
-        return ",".join(hardware.name_of.get(address, address) for address in addresses)
-
-    values = {"shape": group.shape.value, "gpus": names(group.gpus)}
+    values = {"shape": group.shape.value, "gpus": ",".join(hardware.names(group.gpus))}
     if group.domain is not None:
         values["domain"] = group.domain
     if group.degraded:
-        values["degraded"] = names(group.degraded)
+        values["degraded"] = ",".join(hardware.names(group.degraded))
     return values
 
 
