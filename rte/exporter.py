@@ -7,9 +7,9 @@ stops the start with their own dotted key.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-Json = dict[str, Any]
+from rte.foreign import ForeignError, Json, Translated, put
 
 # Their dotted key → ours. Types and choices are checked under our key, as for our own file.
 TAKEN = {
@@ -67,29 +67,13 @@ ALL_PODS = "an object without the pods of all namespaces misleads the scheduler;
 FINGERPRINT = "an object without the pods' fingerprint misleads the scheduler; leave it out"
 
 
-class ExporterError(ValueError):
-    """A file that cannot be followed. `key` is their dotted key."""
-
-    def __init__(self, key: str, problem: str) -> None:
-        super().__init__(f"{key}: {problem}")
-        self.key = key
-        self.problem = problem
-
-
-class Translated(NamedTuple):
-    """What a file comes to."""
-
-    ours: Json
-    passed_over: tuple[str, ...]  # sentences for people
-
-
 def is_theirs(data: Mapping[str, Any]) -> bool:
     """Whether a file has keys of theirs."""
     return not data.keys().isdisjoint(FIRST)
 
 
 def translated(data: Mapping[str, Any]) -> Translated:
-    """The options of a file; other keys stay as they are. Raises ExporterError."""
+    """The options of a file; other keys stay as they are. Raises ForeignError."""
     ours: Json = {key: value for key, value in data.items() if key not in FIRST}
     passed_over: list[str] = []
     for name, value in data.items():
@@ -108,32 +92,32 @@ def _take(key: str, value: Any, ours: Json, passed_over: list[str]) -> None:
         try:
             found = SPECIAL[key](value)
         except ValueError as error:
-            raise ExporterError(key, str(error)) from error
+            raise ForeignError(key, str(error)) from error
         for ours_key, text in found.items():
             put(ours, ours_key, text)
     elif key in PASSED_OVER:
         passed_over.append(f"{key} changes nothing")
     elif key in SECTIONS:
         if not isinstance(value, dict):
-            raise ExporterError(key, f"expected a mapping, got {value!r}")
+            raise ForeignError(key, f"expected a mapping, got {value!r}")
         for name, each in value.items():
             _take(f"{key}.{name}", each, ours, passed_over)
     else:
-        raise ExporterError(key, "there is nothing like it here")
+        raise ForeignError(key, "there is nothing like it here")
 
 
 def _take_metrics(exporter: Mapping[str, Any], ours: Json, passed_over: list[str]) -> None:
     """How metrics are served, which is said after their port."""
     mode, tls = exporter.get("metricsMode"), exporter.get("metricsTLS")
     if tls is not None and not isinstance(tls, dict):
-        raise ExporterError(METRICS_TLS, f"expected a mapping, got {tls!r}")
+        raise ForeignError(METRICS_TLS, f"expected a mapping, got {tls!r}")
     try:
         mode = "http" if mode is None else metrics_mode(mode)
         found = metrics_tls(tls or {}) if mode == "httptls" else {}
-    except ExporterError as error:
-        raise ExporterError(f"{METRICS_TLS}.{error.key}", error.problem) from error
+    except ForeignError as error:
+        raise ForeignError(f"{METRICS_TLS}.{error.key}", error.problem) from error
     except ValueError as error:
-        raise ExporterError(METRICS_MODE, str(error)) from error
+        raise ForeignError(METRICS_MODE, str(error)) from error
     if mode == "disabled":
         found = {"http.port": 0}
     if tls and mode != "httptls":
@@ -151,18 +135,18 @@ def metrics_mode(mode: Any) -> str:
 
 
 def metrics_tls(said: Mapping[str, Any]) -> Json:
-    """What `said`, by the keys of TLS_DEFAULTS, comes to. Raises ExporterError, with such a key."""
+    """What `said`, by the keys of TLS_DEFAULTS, comes to. Raises ForeignError, with such a key."""
     for key in said:
         if key not in TLS_DEFAULTS:
-            raise ExporterError(key, "there is nothing like it here")
+            raise ForeignError(key, "there is nothing like it here")
     chosen = TLS_DEFAULTS | {key: value for key, value in said.items() if value not in (None, "")}
     version = chosen["minTLSVersion"] or "VersionTLS12"
     if version not in ("VersionTLS12", "VersionTLS13"):
-        raise ExporterError("minTLSVersion", f"expected VersionTLS12 or VersionTLS13: {version!r}")
+        raise ForeignError("minTLSVersion", f"expected VersionTLS12 or VersionTLS13: {version!r}")
     if chosen["wantCliAuth"] in TRUE:
-        raise ExporterError("wantCliAuth", CLIENTS)
+        raise ForeignError("wantCliAuth", CLIENTS)
     if chosen["cipherSuites"] and version != "VersionTLS13":
-        raise ExporterError("cipherSuites", SUITES)
+        raise ForeignError("cipherSuites", SUITES)
     return {
         "http.tls.certFile": f"{chosen['certsDir']}/{chosen['certFile']}",
         "http.tls.keyFile": f"{chosen['certsDir']}/{chosen['keyFile']}",
@@ -215,11 +199,3 @@ SPECIAL: Mapping[str, Callable[[Any], Json]] = {
 }
 SECTIONS = {key.rpartition(".")[0] for key in (*TAKEN, *SPECIAL)} - {""}
 FIRST = SECTIONS | {key for key in TAKEN if "." not in key}
-
-
-def put(ours: Json, key: str, value: Any) -> None:
-    *path, last = key.split(".")
-    section = ours
-    for part in path:
-        section = section.setdefault(part, {})
-    section[last] = value

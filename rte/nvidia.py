@@ -8,9 +8,9 @@ something else than it was told would be found out late.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-Json = dict[str, Any]
+from rte.foreign import ForeignError, Json, Translated, put
 
 # NVIDIA's dotted key → ours. Types and choices are checked under our key, as for our own file.
 TAKEN = {
@@ -49,26 +49,10 @@ PASSED_OVER = {
 }
 
 
-class NvidiaError(ValueError):
-    """A file that cannot be followed. `key` is NVIDIA's dotted key."""
-
-    def __init__(self, key: str, problem: str) -> None:
-        super().__init__(f"{key}: {problem}")
-        self.key = key
-        self.problem = problem
-
-
-class Translated(NamedTuple):
-    """What a file comes to."""
-
-    ours: Json
-    passed_over: tuple[str, ...]  # sentences for people
-
-
 def translated(data: Mapping[str, Any]) -> Translated:
-    """The options of a file. Raises NvidiaError."""
+    """The options of a file. Raises ForeignError."""
     if data["version"] != "v1":
-        raise NvidiaError("version", f"expected v1, got {data['version']!r}")
+        raise ForeignError("version", f"expected v1, got {data['version']!r}")
     ours: Json = {}
     passed_over: list[str] = []
     _section({key: value for key, value in data.items() if key != "version"}, "", ours, passed_over)
@@ -81,17 +65,17 @@ def _section(data: Mapping[str, Any], prefix: str, ours: Json, passed_over: list
         if value is None or value == {}:
             continue
         if key in TAKEN:
-            _set(ours, TAKEN[key], _as_ours(key, value))
+            put(ours, TAKEN[key], _as_ours(key, value))
         elif key in PASSED_OVER:
             passed_over.append(f"{key} changes nothing: {PASSED_OVER[key]}")
         elif key in SPECIAL:
             SPECIAL[key](value, ours, passed_over)
         elif key in SECTIONS:
             if not isinstance(value, dict):
-                raise NvidiaError(key, f"expected a mapping, got {value!r}")
+                raise ForeignError(key, f"expected a mapping, got {value!r}")
             _section(value, f"{key}.", ours, passed_over)
         else:
-            raise NvidiaError(key, "there is nothing like it here")
+            raise ForeignError(key, "there is nothing like it here")
 
 
 SECTIONS = {key.rpartition(".")[0] for key in TAKEN} | {"sharing"}
@@ -99,7 +83,7 @@ SECTIONS = {key.rpartition(".")[0] for key in TAKEN} | {"sharing"}
 
 def _as_ours(key: str, value: Any) -> Any:
     if key == "flags.deviceDiscoveryStrategy" and value not in ("auto", "nvml"):
-        raise NvidiaError(
+        raise ForeignError(
             key,
             f"{value!r} is not supported: only GPUs that NVML knows are (no Tegra, WSL, vGPU or "
             "vfio)",
@@ -110,7 +94,7 @@ def _as_ours(key: str, value: Any) -> Any:
 
 
 def _mps(value: Any, ours: Json, passed_over: list[str]) -> None:
-    raise NvidiaError(
+    raise ForeignError(
         "sharing.mps",
         "MPS is not supported: without its daemon the containers would share without limits; use "
         "sharing.timeSlicing, or NVIDIA's plugin on this node",
@@ -120,13 +104,13 @@ def _mps(value: Any, ours: Json, passed_over: list[str]) -> None:
 def _resources(value: Any, ours: Json, passed_over: list[str]) -> None:
     key = "sharing.timeSlicing.resources"
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        raise NvidiaError(key, "expected a list of mappings")
+        raise ForeignError(key, "expected a list of mappings")
     found = []
     for number, entry in enumerate(value):
         here = f"{key}[{number}]"
         unknown = sorted(entry.keys() - {"name", "rename", "devices", "replicas"})
         if unknown:
-            raise NvidiaError(f"{here}.{unknown[0]}", "there is nothing like it here")
+            raise ForeignError(f"{here}.{unknown[0]}", "there is nothing like it here")
         if entry.get("rename"):
             passed_over.append(
                 f"{here}.rename changes nothing, as in NVIDIA's plugin; see renameByDefault"
@@ -142,7 +126,7 @@ def _resources(value: Any, ours: Json, passed_over: list[str]) -> None:
                 "replicas": entry.get("replicas"),
             }
         )
-    _set(ours, key, found)
+    put(ours, key, found)
 
 
 # Keys that are more than another word for one of ours.
@@ -150,11 +134,3 @@ SPECIAL: Mapping[str, Callable[[Any, Json, list[str]], None]] = {
     "sharing.mps": _mps,
     "sharing.timeSlicing.resources": _resources,
 }
-
-
-def _set(ours: Json, key: str, value: Any) -> None:
-    *path, last = key.split(".")
-    section = ours
-    for part in path:
-        section = section.setdefault(part, {})
-    section[last] = value

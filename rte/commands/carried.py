@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rte.config import ConfigError
-from rte.exporter import ExporterError, all_pods, fingerprint, metrics_mode, metrics_tls
+from rte.exporter import all_pods, fingerprint, metrics_mode, metrics_tls
+from rte.foreign import ForeignError
 
 # Flags of NVIDIA's device plugin that change nothing here; docs/migrate.md says why.
 NVIDIA = (
@@ -141,7 +142,7 @@ def carried(given: Mapping[str, Any]) -> Mapping[str, str]:
     said = {key: given.get(flag[2:].replace("-", "_")) for key, flag in of_key.items()}
     try:
         return metrics_tls(said)
-    except ExporterError as error:
+    except ForeignError as error:
         flag = f"flag {of_key[error.key]}"
         raise ConfigError("http.tls", flag, error.problem) from error
 

@@ -16,6 +16,7 @@ import msgspec
 from rte.config.checks import check
 from rte.config.options import Option, expected, options, type_name
 from rte.config.schema import Config, ConfigError, Duration, Withhold
+from rte.foreign import ForeignError, put
 
 __all__ = [
     "Config",
@@ -127,12 +128,12 @@ def ours(data: dict[str, Any], source: str) -> dict[str, Any]:
 
     try:
         if "version" in data:
-            found: nvidia.Translated | exporter.Translated = nvidia.translated(data)
+            found = nvidia.translated(data)
         elif exporter.is_theirs(data):
             found = exporter.translated(data)
         else:
             return data
-    except (nvidia.NvidiaError, exporter.ExporterError) as error:
+    except ForeignError as error:
         raise ConfigError(error.key, source, error.problem) from error
     for sentence in found.passed_over:
         logging.getLogger(__name__).warning("%s: %s", source, sentence)
@@ -160,11 +161,7 @@ def set_option(merged: dict[str, Any], option: Option, text: str, source: str) -
     except msgspec.ValidationError as error:
         problem = str(error).partition(" - at `$")[0]
         raise ConfigError(option.key, source, f"{problem}; expected {expected(option)}") from error
-    *path, last = option.key.split(".")
-    section = merged
-    for part in path:
-        section = section.setdefault(part, {})
-    section[last] = value
+    put(merged, option.key, value)
 
 
 def decode(kind: type, value: Any) -> Any:
