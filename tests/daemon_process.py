@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
+import urllib3
 import yaml
 
 from rte.model import PciAddress
@@ -115,6 +116,14 @@ class DaemonProcess:
             text=True,
             check=False,
         )
+
+    def get(self, path: str) -> str:
+        """A page at the port of its configuration; "" while nothing listens there."""
+        url = f"http://127.0.0.1:{self.config['http']['port']}{path}"
+        try:
+            return urllib3.request("GET", url, retries=False).data.decode()
+        except urllib3.exceptions.HTTPError:
+            return ""
 
     def signal(self, number: int) -> None:
         assert self.process is not None

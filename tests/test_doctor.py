@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import urllib3
 import yaml
 
 from rte.agent import UNREADY
@@ -254,18 +253,8 @@ def both(node: DaemonProcess, apiserver: ApiServer) -> Iterator[DaemonProcess]:
     apiserver.apply_files(*CRDS)  # where a test has taken one away
 
 
-def get(node: DaemonProcess, path: str) -> str:
-    try:
-        answer = urllib3.request(
-            "GET", f"http://127.0.0.1:{node.config['http']['port']}{path}", retries=False
-        )
-    except urllib3.exceptions.HTTPError:
-        return ""
-    return answer.data.decode()
-
-
 def until_ready(node: DaemonProcess) -> DaemonProcess:
-    node.until(lambda: get(node, "/readyz") == "ready\n", "ready")
+    node.until(lambda: node.get("/readyz") == "ready\n", "ready")
     return node
 
 
@@ -323,13 +312,13 @@ def test_each_bad_state_is_one_line_that_says_what_to_do(
     until_ready(both.start())
     spoil(both, apiserver)
     problem = f'rte_problem{{subject="{subject}"}} 1.0'
-    both.until(lambda: problem in get(both, "/metrics"), problem)
+    both.until(lambda: problem in both.get("/metrics"), problem)
     status, found = doctor(both)
     assert status == 1
     (line,) = found[subject]
     assert line["do"] == do(subject)
     assert "\n" not in line["what"]
-    readiness = get(both, "/readyz")
+    readiness = both.get("/readyz")
     if subject in UNREADY:
         assert re.search(rf"^{subject}: .*; {re.escape(do(subject))}$", readiness, re.MULTILINE)
     else:
@@ -367,7 +356,7 @@ def test_pods_that_may_not_be_followed_are_one_line_and_no_reason_to_be_not_read
     apiserver.write_kubeconfig(Path(both.config["api"]["kubeconfig"]), token=token)
     problem = 'rte_problem{subject="pods"} 1.0'
     both.start()
-    both.until(lambda: problem in get(both, "/metrics"), problem)
+    both.until(lambda: problem in both.get("/metrics"), problem)
     until_ready(both)
     _, found = doctor(both)
     (line,) = (row for row in found["pods"] if row["level"] == "wrong")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import urllib3
 
 from tests.daemon_process import DaemonProcess
 from tests.ports import free_port
@@ -75,14 +74,6 @@ def test_the_effective_configuration_is_printed(daemon: DaemonProcess) -> None:
     assert "  publish: false\n" in said.stdout
 
 
-def metrics(daemon: DaemonProcess) -> str:
-    url = f"http://127.0.0.1:{daemon.config['http']['port']}/metrics"
-    try:
-        return urllib3.request("GET", url, retries=False).data.decode()
-    except urllib3.exceptions.HTTPError:
-        return ""
-
-
 def leave_empty(daemon: DaemonProcess) -> None:
     daemon.write_config("\n")
 
@@ -123,20 +114,20 @@ def test_a_spoilt_configuration_leaves_the_old_one_in_force_and_is_said(
     daemon.start("--out", str(daemon.folder / "out"), **chosen)
     daemon.until(lambda: published(daemon)["zones"], "the object")
     cordon = f'rte_device_withheld{{device="{gpu.pci}"'
-    daemon.until(lambda: cordon in metrics(daemon), "the cordon")
+    daemon.until(lambda: cordon in daemon.get("/metrics"), "the cordon")
     before = published(daemon)
     spoil(daemon)
-    daemon.until(lambda: problem in metrics(daemon), problem)
+    daemon.until(lambda: problem in daemon.get("/metrics"), problem)
     assert words in daemon.log()
     said = [line for line in daemon.log().splitlines() if "is not taken over" in line]
     assert sum(words in line for line in said) == 1
     assert published(daemon) == before
-    assert cordon in metrics(daemon)
+    assert cordon in daemon.get("/metrics")
     if daemon.file.is_dir():
         daemon.file.rmdir()
     daemon.write_config(nrt={"detail": "gpu"})
     daemon.until(lambda: published(daemon) != before, "the mended one counts")
-    daemon.until(lambda: problem not in metrics(daemon), "in order")
+    daemon.until(lambda: problem not in daemon.get("/metrics"), "in order")
     assert daemon.end() == 0
 
 
