@@ -55,7 +55,6 @@ class Reason(StrEnum):
     ALLOCATABLE = "allocatable"
     CONFIGURATION = "configuration"  # our own
     REREAD = "reread"
-    RETRY = "retry"
 
 
 # What is not as it should be

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from rte.kubelet.api import podresources_pb2 as api
-from rte.kubelet.api import pods_pb2 as pods_api
+from rte.kubelet.api.pods_pb2 import ListPodsResponse
 from rte.model import (
     Allocatable,
     ContainerUse,
@@ -36,6 +36,9 @@ SOCKET_PATH_BYTES = 107
 ANSWER_BYTES = 16 << 20
 KEPT_PODS = 256  # more than a node has; each is some hundred bytes
 TOO_LARGE = "larger than max"  # gRPC's own words of an answer that it does not take
+UndecodedPods = ListPodsResponse
+"""ListPodResourcesResponse with each pod as its bytes, which is what a message within another is on
+the wire: the pods API has a message of that very form."""
 # The kubelet allows all clients together 100 calls a second, 10 at once, and refuses the others.
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
@@ -140,9 +143,8 @@ def parse_allocatable(answer: bytes) -> Allocatable:
 def parse_usage(answer: bytes) -> Usage:
     """The list's pods as values. Raises KubeletError for bytes that are none."""
     try:
-        # On the wire a message within another is bytes. The kubelet lists its pods in no order, and
-        # most of them as it did before.
-        pods = [parse_pod(pod) for pod in pods_api.ListPodsResponse.FromString(answer).pods]
+        # The kubelet lists its pods in no order, and most of them as it did before.
+        pods = [parse_pod(pod) for pod in UndecodedPods.FromString(answer).pods]
     except DecodeError as error:
         raise KubeletError(LIST, f"not an answer: {error}") from error
     return Usage(pods=tuple(sorted(pods, key=lambda p: p.pod)))
