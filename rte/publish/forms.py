@@ -1,8 +1,8 @@
-"""The forms in which objects are written: metadata, zones, attributes, quantities and CPU lists."""
+"""The forms in which objects are written: metadata, zones, attributes and quantities."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MANAGED_BY = {"app.kubernetes.io/managed-by": "rte"}
@@ -34,17 +34,18 @@ def attributes(values: Mapping[str, str]) -> list[dict[str, str]]:
 
 def binary_quantity(size_bytes: int) -> str:
     """The canonical form that apimachinery gives a BinarySI quantity: 256Gi, 263906744Ki, 1023."""
-    power = 0
-    while size_bytes and size_bytes % 1024 == 0 and power < 6:
-        size_bytes //= 1024
-        power += 1
-    return f"{size_bytes}{('', 'Ki', 'Mi', 'Gi', 'Ti', 'Pi', 'Ei')[power]}"
+    return canonical(size_bytes, 1024, ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"))
 
 
 def decimal_quantity(count: int) -> str:
     """The canonical form that apimachinery gives a DecimalSI quantity: 8, 1k."""
+    return canonical(count, 1000, ("", "k", "M", "G", "T", "P", "E"))
+
+
+def canonical(number: int, step: int, suffixes: Sequence[str]) -> str:
+    """With the largest suffix that leaves it whole."""
     power = 0
-    while count and count % 1000 == 0 and power < 6:
-        count //= 1000
+    while number and number % step == 0 and power < len(suffixes) - 1:
+        number //= step
         power += 1
-    return f"{count}{('', 'k', 'M', 'G', 'T', 'P', 'E')[power]}"
+    return f"{number}{suffixes[power]}"
