@@ -125,7 +125,8 @@ def build(
     )
     numa = tuple(machine_numa(tree, gpu) for gpu in gpus)
     distance = distances(machine, numa)
-    suspect = mask(i for i, gpu in enumerate(gpus) if gpu.pci in set(suspects) or links.disagree(i))
+    rising = frozenset(suspects)
+    suspect = mask(i for i, gpu in enumerate(gpus) if gpu.pci in rising or links.disagree(i))
     switches = shared_switches(tree, gpus)
     nics = computing(machine, compute_nics)
     twins = interchangeable(
