@@ -1217,6 +1217,17 @@ def test_the_published_policy_is_read_back_from_the_attributes() -> None:
     assert published_policy({}) is None
 
 
+def test_the_published_reserved_cpus_are_read_back_however_long_a_range_another_wrote() -> None:
+    body = nrt("n")
+    for text, cpus in (("0-2,64", (0, 1, 2, 64)), ("", ())):
+        said = {"name": "reservedCPUs", "value": text}
+        policy = published_policy({**body, "attributes": [*body["attributes"], said]})
+        assert policy is not None
+        assert policy.reserved_cpus == cpus
+    endless = {"name": "reservedCPUs", "value": "0-99999999999"}
+    assert published_policy({**body, "attributes": [*body["attributes"], endless]}) is None
+
+
 def test_an_object_of_another_kind_is_applied_whole(api: ApiServer, node: str) -> None:
     body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": node}, "data": {"a": "1"}}
     path = f"/api/v1/namespaces/default/configmaps/{node}"

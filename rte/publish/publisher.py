@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from rte.model import CpuId, Policy, Scope, TopologyManagerPolicy
+from rte.model import CpuId, Policy, Scope, TopologyManagerPolicy, parse_ranges
 from rte.publish.access import ApiError
 from rte.publish.apply import FIELD_MANAGER, ApiServer, Body
 from rte.publish.patch import ECHO, changes, with_echo
@@ -458,19 +458,10 @@ def published_policy(body: Body) -> Policy | None:
             max_numa_nodes=int(most) if most.isdecimal() else None,
             cpu_manager=said.get("cpuManagerPolicy", "none"),
             memory_manager=said.get("memoryManagerPolicy", "None"),
-            reserved_cpus=_cpus(said.get("reservedCPUs", "")),
+            reserved_cpus=tuple(map(CpuId, parse_ranges(said.get("reservedCPUs", "")))),
         )
     except (KeyError, ValueError):
         return None
-
-
-def _cpus(text: str) -> tuple[CpuId, ...]:
-    """The CPUs of a list in the kernel's format, as we have written it. Raises ValueError."""
-    found: list[CpuId] = []
-    for part in text.split(",") if text else ():
-        first, _, last = part.partition("-")
-        found += map(CpuId, range(int(first), int(last or first) + 1))
-    return tuple(found)
 
 
 def holds(live: Any, body: Any) -> bool:
