@@ -225,9 +225,12 @@ class ApiServer:
         token: str = self.create(f"{account}/token", {"spec": spec})["status"]["token"]
         return token
 
-    def write_kubeconfig(self, path: Path, *, token: str) -> Path:
-        """A kubeconfig as the admin's, with another token."""
+    def write_kubeconfig(self, path: Path, *, token: str, url: str | None = None) -> Path:
+        """A kubeconfig as the admin's, with another token, and with the URL of who passes on to
+        the server by plain HTTP."""
         config = yaml.safe_load(self.kubeconfig.read_text())
+        if url is not None:
+            config["clusters"][0]["cluster"] = {"server": url}
         config["users"][0]["user"]["token"] = token
         path.write_text(yaml.safe_dump(config))
         return path

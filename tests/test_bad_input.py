@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-import yaml
 
 from tests.daemon_process import DaemonProcess
 from tests.fake_nvml import FakeNvml
@@ -246,10 +245,7 @@ def publish_to(node: Node, apiserver: ApiServer, url: str) -> None:
     name = f"bad-input-{next(NUMBERS)}"
     apiserver.apply_files(*CRDS)
     apiserver.create_node(name)
-    kubeconfig = yaml.safe_load(apiserver.kubeconfig.read_text())
-    kubeconfig["clusters"][0]["cluster"] = {"server": url}
-    file = node.folder / "kubeconfig"
-    file.write_text(yaml.safe_dump(kubeconfig))
+    file = apiserver.write_kubeconfig(node.folder / "kubeconfig", token=apiserver.token, url=url)
     node.arguments = ()
     node.config["nodeName"] = name
     node.config["nrt"]["fingerprint"] = {"watchPods": False}

@@ -5,7 +5,6 @@ from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-import yaml
 
 from tests.daemon_process import DaemonProcess
 from tests.fake_nvml import XID
@@ -66,10 +65,9 @@ def test_nothing_of_the_cluster_is_listed_or_watched_but_the_nodes_own_pods(
         daemon.until(lambda: available() == len(ids) - len(numbers), f"{numbers} are taken")
 
     with FaultyProxy(apiserver) as proxy:
-        kubeconfig = daemon.folder / "kubeconfig"
-        config = yaml.safe_load(apiserver.kubeconfig.read_text())
-        config["clusters"][0]["cluster"] = {"server": proxy.url}
-        kubeconfig.write_text(yaml.safe_dump(config))
+        kubeconfig = apiserver.write_kubeconfig(
+            daemon.folder / "kubeconfig", token=apiserver.token, url=proxy.url
+        )
         settings = {
             "api": {"kubeconfig": str(kubeconfig), "timeout": 1},
             "kubelet": {"rootDir": str(daemon.folder), "poll": 0.1},

@@ -131,9 +131,9 @@ class World:
     def start(self) -> None:
         host = self.folder / "host"
         unpack(RECORDED / "sys.txt", host)
-        access = yaml.safe_load(self.real.kubeconfig.read_text())
-        access["clusters"][0]["cluster"] = {"server": self.proxy.url}
-        (self.folder / "kubeconfig").write_text(yaml.safe_dump(access))
+        kubeconfig = self.real.write_kubeconfig(
+            self.folder / "kubeconfig", token=self.real.token, url=self.proxy.url
+        )
         self.port = free_port()
         config = {
             "nodeName": self.name,
@@ -143,7 +143,7 @@ class World:
                 "rootDir": str(self.kubelet.root),
                 "configFile": str(self.kubelet.root / "config.yaml"),
             },
-            "api": {"kubeconfig": str(self.folder / "kubeconfig"), "timeout": "1s"},
+            "api": {"kubeconfig": str(kubeconfig), "timeout": "1s"},
             "nrt": {"echo": 0},
             "health": {"coolDown": "100ms"},
             "http": {"address": "127.0.0.1", "port": self.port},
