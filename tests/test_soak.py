@@ -28,13 +28,13 @@ import msgspec
 import pytest
 import yaml
 
-from rte.model import NumaNode
 from rte.publish.fingerprint import InformerMode, fingerprint, pods_by_any_request
 from rte.publish.nrt import FingerprintMethod
 from rte.publish.pods import parse_pod
 from rte.sources.recorded import read_recorded, unpack
 from tests.conftest import StartKubelet
 from tests.fake_nvml import Driver
+from tests.generated import described
 from tests.http_faults import Fault, FaultyProxy
 from tests.machines.description import FOLDER
 from tests.ports import free_port
@@ -430,19 +430,6 @@ def is_of_this_node(world: World, path: str) -> bool:
     if where == "/api/v1/pods":
         return f"fieldSelector=spec.nodeName%3D{world.name}&" in f"{query}&"
     return where.endswith(f"/{world.name}")
-
-
-def described(node: NumaNode) -> dict[str, Any]:
-    """A recorded NUMA node as the kubelet's machine.json has it, two threads a core."""
-    half = len(node.cpus) // 2
-    return {
-        "id": node.id,
-        "socket": node.id,
-        "cores": [list(pair) for pair in zip(node.cpus[:half], node.cpus[half:], strict=True)],
-        "memory": str(node.memory_bytes),
-        "hugepages": {f"{size >> 10}Ki": n for size, n in node.huge_pages.items() if n},
-        "distances": list(node.distance.values()),
-    }
 
 
 def containers(chance: random.Random, count: int) -> list[Mapping[str, str | int]]:
