@@ -121,19 +121,18 @@ def config(chance: Chance, nodes: Sequence[Mapping[str, Any]]) -> Json:
 
 def cpu_manager(chance: Chance, nodes: Sequence[Mapping[str, Any]], kept: dict[str, str]) -> Json:
     made: Json = {"cpuManagerPolicy": "static"}
-    gates = {"CPUManagerPolicyAlphaOptions": True}
     options = [
-        ("full-pcpus-only", {}),
-        ("distribute-cpus-across-numa", {}),
-        ("strict-cpu-reservation", {}),
-        ("prefer-align-cpus-by-uncorecache", {}),
-        ("align-by-socket", gates),
-        ("distribute-cpus-across-cores", gates),
+        ("full-pcpus-only", False),
+        ("distribute-cpus-across-numa", False),
+        ("strict-cpu-reservation", False),
+        ("prefer-align-cpus-by-uncorecache", False),
+        ("align-by-socket", True),
+        ("distribute-cpus-across-cores", True),
     ]
-    for name, needed in options:
+    for name, is_alpha in options:
         if chance.random() < 0.2:
             made.setdefault("cpuManagerPolicyOptions", {})[name] = "true"
-            if needed:
+            if is_alpha:
                 made["featureGates"] = {"CPUManagerPolicyAlphaOptions": True}
     cpus = [cpu for node in nodes for core in node["cores"] for cpu in core]
     if chance.random() < 0.6:
@@ -154,10 +153,8 @@ def memory_manager(
     total = sum(int(each["memory"].removesuffix("Mi")) for each in limits)
     for node, each in zip(chosen, limits, strict=True):
         pages = [size for size, count in node["hugepages"].items() if count]
-        if pages and chance.random() < 0.3 and pages[0] not in kept:
-            name = f"hugepages-{pages[0]}"
-            if name not in kept:
-                each[name] = kept[name] = pages[0]
+        if pages and chance.random() < 0.3 and (name := f"hugepages-{pages[0]}") not in kept:
+            each[name] = kept[name] = pages[0]
     made: Json = {
         "memoryManagerPolicy": "Static",
         "reservedMemory": [
