@@ -24,7 +24,6 @@ from prometheus_client.registry import Collector
 
 from rte.graph.build import build
 from rte.graph.groups import groups
-from rte.kubelet.api import podresources_pb2 as podresources
 from rte.kubelet.usage import channel
 from rte.metrics import observation_metrics
 from rte.model import (
@@ -43,6 +42,7 @@ from rte.sources.recorded import read_recorded
 from tests.daemon_process import DaemonProcess
 from tests.machines.description import FOLDER
 from tests.observed import observe
+from tests.pod_resources import entry
 from tests.real_apiserver import APPLY, ApiServer
 from tests.real_kubelet import Kubelet, numa_nodes, pod
 from tests.simple_plugin import SimplePlugin
@@ -150,9 +150,7 @@ def test_nfd_2145_devices_without_a_numa_node_are_named(daemon: DaemonProcess) -
 
     def more(request: Any, context: Any) -> Any:
         said = answers(request, context)
-        said.devices.append(
-            podresources.ContainerDevices(resource_name="example.com/nic", device_ids=["a"])
-        )
+        said.devices.append(entry("example.com/nic", ["a"]))
         return said
 
     daemon.pods.GetAllocatableResources = more  # type: ignore[method-assign]
