@@ -35,6 +35,7 @@ from tests.http_faults import Fault, FaultyProxy
 from tests.real_apiserver import APPLY, MERGE
 from tests.real_apiserver import ApiServer as RealApiServer
 from tests.stopwatch import Stopwatch
+from tests.waiting import until
 
 CRD = Path(__file__).parents[1] / "crds" / "noderesourcetopology" / "crd.yaml"
 PATH = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/"
@@ -648,13 +649,6 @@ def test_entries_of_our_own_manager_are_no_second_writer(
         ("rte", "Update"),
     }
     assert last_foreign_writer(real.get(PATH + node)) is None
-
-
-def until(holds: Callable[[], bool], within_s: float = 30) -> None:
-    end = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 # Refusals and faults

@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from tests.deployed import render as rendered_objects
 from tests.real_apiserver import APPLY, MERGE, ApiServer, Json
 from tests.real_kubelet import numa_nodes, pod
 from tests.simple_plugin import SimplePlugin
+from tests.waiting import until
 
 COMPONENTS = sorted(path.name for path in (DEPLOY / "components").iterdir())
 FOLDERS = ["base", *sorted(f"overlays/{path.name}" for path in (DEPLOY / "overlays").iterdir())]
@@ -614,14 +614,6 @@ def test_with_node_labels_it_changes_the_own_nodes_labels_and_nothing_else(
         assert patch(there, label("pool", "c"), apiserver.token) == 200
     finally:
         apply_strictly(apiserver, base_role)
-
-
-def until(holds: Callable[[], bool], what: Callable[[], str], *, within_s: float = 30) -> None:
-    """Return when it holds: what is written to the API server is in force a moment later."""
-    end = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < end, f"not within {within_s} s: {what()}"
-        time.sleep(0.05)
 
 
 # The kubelet's sample

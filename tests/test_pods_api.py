@@ -9,10 +9,10 @@ import os
 import shutil
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from rte.publish.access import Access
 from rte.publish.apply import ApiServer
 from rte.publish.fingerprint import InformerMode, fingerprint, pods_by_requests
 from rte.publish.pods import MIRRORED, PodWatch
+from tests import waiting
 from tests.conftest import GoProgram, StartKubelet
 from tests.real_apiserver import MERGE, Json
 from tests.real_apiserver import ApiServer as RealApiServer
@@ -41,11 +42,7 @@ STATIC = {"cpuManagerPolicy": "static"}
 SOURCE = "kubernetes.io/config.source"
 
 
-def until(holds: Callable[[], bool], says: Callable[[], object] = lambda: None) -> None:
-    end = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < end, says()
-        time.sleep(0.005)
+until = partial(waiting.until, within_s=20)
 
 
 class Followed:

@@ -35,6 +35,7 @@ from tests.real_kubelet import Kubelet as RealKubelet
 from tests.real_kubelet import numa_nodes, pod
 from tests.recount import GPU, Zones, gpu_nodes, published, recount
 from tests.simple_plugin import SimplePlugin
+from tests.waiting import until
 
 CRD = Path(__file__).parents[1] / "crds" / "noderesourcetopology" / "crd.yaml"
 PATH = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/"
@@ -407,10 +408,3 @@ def containers(chance: random.Random) -> list[dict[str, Any]]:
         return wanted
 
     return [container() for _ in range(chance.choice([1, 1, 1, 2]))]
-
-
-def until(holds: Callable[[], bool], within_s: float = 30) -> None:
-    end = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)

@@ -1,6 +1,5 @@
 """That the API server the other tests lean on is one, with all that they need of it."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 
 from tests.conftest import GoProgram
 from tests.real_apiserver import APPLY, ApiServer, ApiServerError
+from tests.waiting import until
 
 CRD = Path(__file__).parents[1] / "crds" / "noderesourcetopology"
 
@@ -79,7 +79,7 @@ def test_a_pods_token_may_do_what_rbac_says_and_names_its_node(apiserver: ApiSer
     apiserver.apply(bind(namespace, namespace, "publisher"))
     until(
         lambda: apiserver.request("PATCH", path, nrt("worker-7", "4"), **options).status == 201,
-        "the role is in force",
+        lambda: "the role is in force",
     )
 
     who = apiserver.create(
@@ -125,18 +125,10 @@ def test_an_admission_policy_denies(apiserver: ApiServer) -> None:
             "PATCH", f"{path}?fieldManager=t", nrt(name, "4"), content_type=APPLY
         ).status in {403, 422}
 
-    until(denied, "the policy is in force")
+    until(denied, lambda: "the policy is in force")
     apiserver.apply(nrt("allowed", "4"))
 
 
 def test_a_server_that_cannot_start_says_why(go_program: GoProgram) -> None:
     with pytest.raises(ApiServerError, match="unknown flag: --no-such-flag"):
         ApiServer(go_program("apiserver"), ["--no-such-flag"])
-
-
-def until(holds: Any, what: str, *, within_s: float = 30) -> None:
-    """Return when it holds: what is written to the API server is in force a moment later."""
-    end = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < end, f"not within {within_s} s: {what}"
-        time.sleep(0.05)

@@ -1,0 +1,17 @@
+"""Waiting for what comes a moment later."""
+
+import time
+from collections.abc import Callable
+
+
+def until(
+    holds: Callable[[], object],
+    says: Callable[[], object] = lambda: "it does not hold",
+    *,
+    within_s: float = 30,
+) -> None:
+    """Returns when it holds; fails with what is said then."""
+    end = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end, f"not within {within_s} s: {says()}"
+        time.sleep(0.01)
