@@ -225,6 +225,22 @@ class ApiServer:
         token: str = self.create(f"{account}/token", {"spec": spec})["status"]["token"]
         return token
 
+    def grant(self, namespace: str, service_account: str, rules: Sequence[Json]) -> None:
+        """Gives a service account these rights in the whole cluster, by a role of its own."""
+        group = "rbac.authorization.k8s.io"
+        name = f"{namespace}-{service_account}"
+        self.create(
+            f"/apis/{group}/v1/clusterroles", {"metadata": {"name": name}, "rules": [*rules]}
+        )
+        binding: Json = {
+            "metadata": {"name": name},
+            "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": name},
+            "subjects": [
+                {"kind": "ServiceAccount", "name": service_account, "namespace": namespace}
+            ],
+        }
+        self.create(f"/apis/{group}/v1/clusterrolebindings", binding)
+
     def write_kubeconfig(self, path: Path, *, token: str, url: str | None = None) -> Path:
         """A kubeconfig as the admin's, with another token, and with the URL of who passes on to
         the server by plain HTTP."""

@@ -442,18 +442,12 @@ def poor(real: RealApiServer) -> Iterator[ApiServer]:
     """May get, create and patch, and delete nothing."""
     namespace = real.create_namespace("poor")
     real.create_service_account(namespace, "rte")
-    group = "rbac.authorization.k8s.io"
     rights = {
         "topology.node.k8s.io": (["noderesourcetopologies"], ["get", "create", "patch"]),
         "": (["nodes"], ["get"]),
     }
     rules = [{"apiGroups": [g], "resources": r, "verbs": v} for g, (r, v) in rights.items()]
-    role = {"apiGroup": group, "kind": "ClusterRole", "name": namespace}
-    account = {"kind": "ServiceAccount", "name": "rte", "namespace": namespace}
-    name = {"metadata": {"name": namespace}}
-    real.create(f"/apis/{group}/v1/clusterroles", {**name, "rules": rules})
-    binding = {**name, "roleRef": role, "subjects": [account]}
-    real.create(f"/apis/{group}/v1/clusterrolebindings", binding)
+    real.grant(namespace, "rte", rules)
     token = real.create_token(namespace, "rte")
     api = ApiServer(Access(server=real.url, ca_file=real.ca, token=token))
     until(lambda: api.may("patch", "noderesourcetopologies", group="topology.node.k8s.io"))

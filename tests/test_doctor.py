@@ -333,26 +333,18 @@ def test_each_bad_state_is_one_line_that_says_what_to_do(
 def test_pods_that_may_not_be_followed_are_one_line_and_no_reason_to_be_not_ready(
     both: DaemonProcess, apiserver: ApiServer
 ) -> None:
-    role = both.config["nodeName"]
-    group = "rbac.authorization.k8s.io"
+    account = both.config["nodeName"]
     rules = [
-        {"apiGroups": [api_group], "resources": [resource], "verbs": ["get", "create", "patch"]}
-        for api_group, resource in [
+        {"apiGroups": [group], "resources": [resource], "verbs": ["get", "create", "patch"]}
+        for group, resource in [
             ("", "nodes"),
             ("topology.node.k8s.io", "noderesourcetopologies"),
             ("rte.dev", "gpufabrics"),
         ]
     ]
-    name = {"metadata": {"name": role}}
-    apiserver.create(f"/apis/{group}/v1/clusterroles", {**name, "rules": rules})
-    apiserver.create_service_account("default", role)
-    binding = {
-        **name,
-        "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": role},
-        "subjects": [{"kind": "ServiceAccount", "name": role, "namespace": "default"}],
-    }
-    apiserver.create(f"/apis/{group}/v1/clusterrolebindings", binding)
-    token = apiserver.create_token("default", role)
+    apiserver.create_service_account("default", account)
+    apiserver.grant("default", account, rules)
+    token = apiserver.create_token("default", account)
     apiserver.write_kubeconfig(Path(both.config["api"]["kubeconfig"]), token=token)
     problem = 'rte_problem{subject="pods"} 1.0'
     both.start()

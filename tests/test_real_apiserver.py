@@ -22,25 +22,6 @@ def nrt(name: str, available: str) -> dict[str, Any]:
     }
 
 
-def role(name: str, rules: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "ClusterRole",
-        "metadata": {"name": name},
-        "rules": rules,
-    }
-
-
-def bind(name: str, namespace: str, account: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "ClusterRoleBinding",
-        "metadata": {"name": name},
-        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name},
-        "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": namespace}],
-    }
-
-
 def test_it_is_ready_and_of_the_release_that_is_claimed(apiserver: ApiServer) -> None:
     assert apiserver.request("GET", "/readyz").body == {"message": "ok"}
     assert apiserver.get("/version")["gitVersion"] == "v1.37.2"
@@ -75,8 +56,7 @@ def test_a_pods_token_may_do_what_rbac_says_and_names_its_node(apiserver: ApiSer
         "resources": ["noderesourcetopologies"],
         "verbs": ["get", "create", "patch"],
     }
-    apiserver.apply(role(namespace, [rule]))
-    apiserver.apply(bind(namespace, namespace, "publisher"))
+    apiserver.grant(namespace, "publisher", [rule])
     until(
         lambda: apiserver.request("PATCH", path, nrt("worker-7", "4"), **options).status == 201,
         lambda: "the role is in force",
