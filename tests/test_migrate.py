@@ -111,7 +111,7 @@ def exists(server: RealApiServer, kind: str, name: str) -> bool:
     return server.request("GET", f"{GROUPS[kind]}/{kind}/{name}").status == 200
 
 
-def other(server: RealApiServer, node: str) -> dict[str, Any]:
+def other(node: str) -> dict[str, Any]:
     """An object as resource-topology-exporter creates it."""
     body = {key: value for key, value in nrt(node).items() if key != "metadata"}
     return {
@@ -121,13 +121,13 @@ def other(server: RealApiServer, node: str) -> dict[str, Any]:
 
 
 def test_the_lines_of_removal_leave_nothing_of_ours_and_all_of_others(
-    cluster: Cluster, api: ApiServer, go_program: GoProgram
+    cluster: Cluster, api: ApiServer
 ) -> None:
     server = cluster.apiserver
     node = publish(api, server)
     server.create_node("anothers")
     path = f"{GROUPS['noderesourcetopologies']}/noderesourcetopologies"
-    server.create(f"{path}?fieldManager=resource-topology-exporter", other(server, "anothers"))
+    server.create(f"{path}?fieldManager=resource-topology-exporter", other("anothers"))
     server.ask(
         "PATCH", f"/api/v1/nodes/{node}", {"metadata": {"labels": {"a": "b"}}}, content_type=MERGE
     )

@@ -621,19 +621,18 @@ def test_a_server_without_the_call_is_as_good_as_none(follow: Follow) -> None:
 def test_who_listens_there_and_speaks_another_language_is_a_problem(
     tmp_path: Path, follow: Follow
 ) -> None:
-    folder = short_folder()
+    path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(folder / "s"))
+        listening.bind(str(path))
         listening.listen()
         listening.settimeout(20)
-        ours = follow(folder / "s")
+        ours = follow(path)
         connection, _ = listening.accept()
         connection.sendall(os.urandom(1000))
         connection.close()
         until(lambda: ours.follower.problem is not None)
         assert ours.follower.read() is None
         ours.follower.stop()
-    shutil.rmtree(folder)
 
 
 # Kubelets up to 1.36 answer before they have heard of their pods.
