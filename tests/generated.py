@@ -109,7 +109,9 @@ def config(chance: Chance, nodes: Sequence[Mapping[str, Any]]) -> Json:
         made["featureGates"]["KubeletPodResourcesListUseActivePods"] = False
     kept: dict[str, str] = {}
     if chance.random() < 0.8:
-        made |= cpu_manager(chance, nodes, kept)
+        manager = cpu_manager(chance, nodes, kept)
+        made["featureGates"] |= manager.pop("featureGates", {})
+        made |= manager
     elif chance.random() < 0.3:
         kept["cpu"] = "1500m"
     if chance.random() < 0.8:

@@ -62,6 +62,7 @@ def look(
     held: Mapping[tuple[PodUid, str], tuple[int, ...]] | None = None,
     *,
     offered: tuple[int, ...] = (0, 1, 2, 3),
+    cpus: tuple[int, ...] = (),
 ) -> Look:
     """GPUs by pod in the list, and by holder in the files (as the list says, if left out)."""
     if held is None:
@@ -76,7 +77,7 @@ def look(
                 for name, numbers in sorted(pods.items())
             )
         ),
-        allocatable=Allocatable(devices=gpus(*offered)),
+        allocatable=Allocatable(devices=gpus(*offered), cpus=tuple(map(CpuId, cpus))),
         handed_out=HandedOut(
             devices={
                 holder: frozenset((use.resource, use.id) for use in gpus(*numbers))
@@ -152,6 +153,18 @@ BELIEF: dict[str, tuple[Look | None, Look, bool, str | None]] = {
         look({"a": ()}),
         look({"a": ()}, offered=(0, 1)),
         False,
+        None,
+    ),
+    "no CPUs are offered any more": (
+        look({"a": ()}, cpus=(0, 1)),
+        look({"a": ()}),
+        False,
+        "offers no CPUs",
+    ),
+    "after a restart with another policy no CPUs are offered": (
+        look({"a": ()}, cpus=(0, 1)),
+        look({"a": ()}),
+        True,
         None,
     ),
     "after a restart pods come back one by one": (

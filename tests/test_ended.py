@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rte.kubelet.ended import with_ended
+from rte.kubelet.memory import with_memory
 from rte.kubelet.state import HandedOut, PodUid
 from rte.model import (
     ContainerUse,
@@ -65,6 +66,24 @@ def test_a_pod_with_devices_is_still_ending() -> None:
         device_nodes={(GPU.resource, GPU.id): GPU.numa},
     )
     assert names(listed(devices=(GPU,)), files) == [WEB]
+
+
+def test_memory_of_ended_pods_comes_back_to_a_node_once() -> None:
+    """Of the first node of the group what is taken there, whoever has taken it, and the rest of the
+    next: what one block gave back is no more to be had by another."""
+    both = (NumaId(0), NumaId(1))
+    files = HandedOut(
+        memory={
+            (PodUid(uid), "c"): (MemoryBlock(type="memory", size_bytes=size, numa=both),)
+            for uid, size in (("one", 5), ("two", 2))
+        },
+        memory_free={"memory": {NumaId(0): 0, NumaId(1): 1}},
+        memory_taken={"memory": {NumaId(0): 4, NumaId(1): 3}},
+        memory_cells={NumaId(0): both, NumaId(1): both},
+    )
+    usage = with_memory(Usage(), files)
+    assert usage.memory_free == {"memory": {0: 4, 1: 4}}
+    assert usage.memory_groups == {}
 
 
 def test_without_the_files_the_list_counts() -> None:
