@@ -125,6 +125,7 @@ class DevicePlugin:
         self._leaving: dict[Listed, float] = {}  # taken out of a list, and when (monotonic seconds)
         self._former: Mapping[DeviceId, Owner] = {}  # owners, with those of what is leaving
         self._strays: frozenset[Listed] = frozenset()  # held, and not to be listed any more
+        self._until_end: frozenset[Listed] = frozenset()  # listed for as long as they are held
         self._kubelet: PodResources | None = None
         self._twice: Mapping[DeviceId, tuple[PodName, ...]] = {}
         self._usage_at = self._check_at = 0.0  # when each is due, monotonic seconds
@@ -356,6 +357,7 @@ class DevicePlugin:
                     f"{old.resource}: delete the pod, or wait for its end"
                 )
         self._strays = frozenset(self._used.keys() - self._wanted)
+        self._until_end = found.in_use
         if self._leaving:
             self._check_soon()
         return found.resources
@@ -389,8 +391,10 @@ class DevicePlugin:
         return any(device.resource == name for device in found.devices)
 
     def _moved(self) -> bool:
-        """Whether what pods hold under other names than it should have is not what it was."""
-        return frozenset(self._used.keys() - self._wanted) != self._strays
+        """Whether what pods hold under other names than it should have, or keeps a list from
+        being what it should be, is not what it was."""
+        strays = frozenset(self._used.keys() - self._wanted)
+        return strays != self._strays or not self._until_end <= self._in_use().keys()
 
     def _register(self, registration: Registration) -> None:
         try:

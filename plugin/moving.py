@@ -32,6 +32,8 @@ class Settled:
     resources: Mapping[str, tuple[Device, ...]]
     waiting: Mapping[Listed, Listed]
     """What is not offered yet → what has to be over before."""
+    in_use: frozenset[Listed]
+    """What would have to wait too, but is listed because a pod has it: until that pod's end."""
 
 
 def pairs(resources: Mapping[str, Iterable[Device]]) -> frozenset[Listed]:
@@ -56,14 +58,18 @@ def settled(
     """
     now = pairs(wanted)
     over = [pair for pair in {*used, *leaving} if pair not in now]
-    waiting = {}
+    waiting: dict[Listed, Listed] = {}
+    in_use: set[Listed] = set()
     if over:  # seldom: all else is wanted as it is
         whose = {o: owners if o in used else {**(former or {}), **owners} for o in sorted(over)}
         for name, devices in wanted.items():
             for device in devices:
                 before = next((o for o in whose if overlaps(o.id, device, whose[o])), None)
-                if before is not None and Listed(name, device.id) not in used:
-                    waiting[Listed(name, device.id)] = before
+                pair = Listed(name, device.id)
+                if before is not None and pair in used:
+                    in_use.add(pair)
+                elif before is not None:
+                    waiting[pair] = before
     kept: dict[str, list[Device]] = {}
     for resource, id in over:
         was = listed.get(resource, {}).get(id)
@@ -78,6 +84,7 @@ def settled(
             for name in sorted({*wanted, *kept})
         },
         waiting=waiting,
+        in_use=frozenset(in_use),
     )
 
 

@@ -157,6 +157,27 @@ def test_a_gpu_cut_while_a_pod_has_it_is_neither_whole_nor_slices_until_the_pod_
     assert uuid(0) not in node.offered()[GPU]
 
 
+def test_a_slice_that_its_pod_alone_keeps_in_the_list_goes_with_that_pod(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cut, made whole and cut again, under pods that have a slice of it and the whole."""
+    plugin = node.start(CUT, advertising=MIXED)
+    node.kubelet.wait_devices(MIG, 2)
+    (part,) = node.take("part", {MIG: 1})
+    plugin.update(QUAD, {})
+    node.kubelet.wait_devices(GPU, 4)
+    whole = {name: node.admit(name, gpu=2) for name in ("one", "other")}
+    (holder,) = (name for name, ids in whole.items() if uuid(0) in ids)
+    plugin.update(CUT, {})
+    node.kubelet.wait_devices(MIG, 1)
+    assert node.offered()[MIG] == {part}
+    assert until(lambda: f"while default/{holder} has {uuid(0)}" in caplog.text)
+    node.kubelet.remove("part")
+    node.kubelet.wait_devices(MIG, 0)
+    node.kubelet.remove(holder)
+    node.kubelet.wait_devices(MIG, 2)
+
+
 def test_a_mig_reconfiguration_with_nothing_in_use_is_never_offered_twice(node: Node) -> None:
     plugin = node.start(advertising=MIXED)
     for _ in range(3):
