@@ -494,7 +494,7 @@ def test_a_damaged_file_keeps_the_cordons_and_is_said_once(make: Make) -> None:
         assert daemon.log().count("is not taken over") == number
     daemon.write_config(devices={})
     daemon.until_unhealthy()
-    daemon.until_logged("the configuration can be read again")
+    daemon.until_logged("the configuration is in order again")
 
 
 def test_a_removed_file_keeps_the_cordons(make: Make) -> None:

@@ -1,13 +1,12 @@
-"""What is cordoned: `devices.withhold` of the configuration file, followed without a restart."""
+"""What is cordoned: `devices.withhold` of the configuration, followed without a restart."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 
-from rte.config import Config, ConfigError, Withhold, load
+from rte.config import Withhold
 from rte.model import pci_address
 
 log = logging.getLogger(__name__)
@@ -18,40 +17,15 @@ def utc_now() -> datetime:
 
 
 class Cordons:
-    """The entries in force. One thread calls `reload` and `look`, any may read `now`."""
+    """The entries in force. One thread sets `entries` and calls `look`, any may read `now`."""
 
     def __init__(
-        self, config: Config, file: Path | None, *, clock: Callable[[], datetime] = utc_now
+        self, entries: Sequence[Withhold], *, clock: Callable[[], datetime] = utc_now
     ) -> None:
-        self.file = file
+        self.entries = entries
         self.clock = clock
-        self.entries: tuple[Withhold, ...] = config.devices.withhold
-        self.problem: str | None = None  # why the file as it is now does not count
         self.now: Mapping[str, str] = {}
         """Device id or PCI address → reason, of the entries that have not expired."""
-
-    def reload(self) -> None:
-        """Reads the file again. A damaged one leaves the entries as they are, which is said once.
-
-        Only `devices.withhold` is taken over; the rest of the file counts from the next start.
-        """
-        if self.file is None:
-            return
-        try:
-            fresh = load(file=self.file, environ={})
-        except ConfigError as error:
-            if str(error) != self.problem:
-                log.warning(
-                    "the changed configuration is not taken over, %d cordons stay: %s",
-                    len(self.entries),
-                    error,
-                )
-            self.problem = str(error)
-            return
-        if self.problem is not None:
-            log.info("the configuration can be read again")
-            self.problem = None
-        self.entries = fresh.devices.withhold
 
     def look(self) -> float | None:
         """Brings `now` up to date; seconds until that changes by itself, None: never."""

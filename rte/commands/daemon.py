@@ -69,17 +69,16 @@ def run(
     *,
     publishes: bool,
     plugs: bool,
-    files: Sequence[Path] = (),
-    again: Callable[[], Config] | None = None,
+    files: Sequence[Path],
+    again: Callable[[], Config],
     out: Path | None = None,
     oneshot: bool = False,
 ) -> int:
     """Runs the roles until SIGTERM or SIGINT; the exit status.
 
-    `files` are those of the configuration: `devices.withhold` of the first is followed, and at
-    each change, and on SIGHUP, what the plugin can follow of what `again` gives. `out` is a folder
-    that the publisher writes to in place of the API server; `oneshot` ends with the first
-    publication.
+    `files` are those of the configuration: at each change, and on SIGHUP, `again` reads it, and
+    the parts follow what they can without a restart. `out` is a folder that the publisher writes
+    to in place of the API server; `oneshot` ends with the first publication.
     """
     logging.basicConfig(
         level=config.log_level.upper(),
@@ -174,7 +173,7 @@ class Daemon:
         told: queue.SimpleQueue[Told],
         *,
         files: Sequence[Path],
-        again: Callable[[], Config] | None,
+        again: Callable[[], Config],
     ) -> None:
         refuse_secrets(Path(config.kubelet.root_dir))
         self.config = config
@@ -184,7 +183,7 @@ class Daemon:
         self.refused: str | None = None  # why a changed configuration is not in force
         self.outgrown: str | None = None  # why only a new container can go on
         self.node = parts.node_name(config)
-        self.cordons = Cordons(config, files[0] if files else None)
+        self.cordons = Cordons(config.devices.withhold)
         self.graphs = Graphs(config)
         self.hardware = parts.hardware(config, on_outgrown=self._outgrown)
         self.plugin: DevicePlugin | None = None
@@ -278,7 +277,6 @@ class Daemon:
                 elif word is Told.END:
                     log.info("%s", self.end_release(()).says)
                 elif word is Told.CONFIGURATION:
-                    self.cordons.reload()
                     self._reread()
                 elif word is Told.CERTIFICATE and self.tls is not None:
                     self.tls.reload()
@@ -290,26 +288,31 @@ class Daemon:
         return watched
 
     def _reread(self) -> None:
-        """Lets the parts follow the configuration as it is now, as a whole or not at all."""
-        if self.again is None:
-            return
-        problem = None
+        """Lets the parts follow the configuration as it is now: cordons if it can be read, the
+        rest as a whole or not at all. Why not is said once."""
+        refused = None
         try:
             fresh = self.again()
+            self.cordons.entries = fresh.devices.withhold
             held = self.plugin.reconfigure(parts.plugin_options(fresh)) if self.plugin else {}
         except (ConfigError, CdiError) as error:
-            problem = str(error)
+            refused = str(error)
         else:
             if held:
-                problem = (
+                refused = (
                     f"{parts.holders(held)}: these devices would leave their resource; let the "
                     "pods end, or restart this agent, which waits for them device by device"
                 )
-        if problem not in (self.refused, self.cordons.problem, None):
-            log.error("the changed configuration is not taken over: %s", problem)
-        self.refused = problem
-        if problem is None and self.publisher is not None:
-            self.publisher.follow(fresh)
+            elif self.publisher is not None:
+                self.publisher.follow(fresh)
+        if refused is None and self.refused is not None:
+            log.info("the configuration is in order again")
+        elif refused != self.refused:
+            cordons = len(self.cordons.entries)
+            log.error(
+                "the changed configuration is not taken over, %d cordons stay: %s", cordons, refused
+            )
+        self.refused = refused
 
     def _told(self) -> Told | None:
         """The next word; None when there is none before cordons are worth a look."""
@@ -461,7 +464,7 @@ class Daemon:
         publisher = self.publisher
         current = {} if publisher is None else publisher.agent.problems.current()
         found = {subject: str(each) for subject, each in current.items()} | self._in_the_way()
-        if damaged := self.cordons.problem or self.refused:
+        if damaged := self.refused:
             found["configuration"] = damaged
         if self.tls is not None and (problem := self.tls.problem):
             found["certificate"] = problem
