@@ -98,6 +98,7 @@ class Kubelet(NamedTuple):
     channel: grpc.Channel  # to the PodResources socket
     root: Path  # its root directory, with the managers' state files
     plugin_dir: Path
+    registry_dir: Path  # of its plugin watcher
     pod_resources_socket: Path
     configuration: tuple[Path, ...] = ()  # files whose change is worth a look
     timeout_s: float = 5.0
@@ -115,7 +116,7 @@ class Kubelet(NamedTuple):
     @property
     def plugin_folders(self) -> tuple[Path, ...]:
         """Where device plugins have their sockets."""
-        return self.plugin_dir, self.root / "plugins_registry"
+        return self.plugin_dir, self.registry_dir
 
 
 class Sources(NamedTuple):

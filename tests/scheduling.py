@@ -385,6 +385,7 @@ class RealNode:
                 channel=self.channel,
                 root=self.kubelet.root,
                 plugin_dir=self.kubelet.plugin_dir,
+                registry_dir=self.kubelet.registry_dir,
                 pod_resources_socket=self.kubelet.pod_resources,
             ),
             hardware=SimpleNamespace(latest=SimpleNamespace(machine=machine, faults={})),

@@ -287,6 +287,7 @@ class Node:
                 channel=self.channel,
                 root=self.root,
                 plugin_dir=self.plugin_dir,
+                registry_dir=self.root / "plugins_registry",
                 pod_resources_socket=self.socket,
                 timeout_s=2,
             ),
@@ -1041,6 +1042,7 @@ def test_the_files_that_are_watched_are_the_kubelets(tmp_path: Path) -> None:
         channel=grpc.insecure_channel("unix:/nowhere"),
         root=tmp_path,
         plugin_dir=tmp_path / "device-plugins",
+        registry_dir=tmp_path / "plugins_registry",
         pod_resources_socket=tmp_path / "pod-resources" / "kubelet.sock",
         configuration=(tmp_path / "config.yaml",),
     )

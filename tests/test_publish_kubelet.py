@@ -75,6 +75,7 @@ class Node:
                 channel=self.channel,
                 root=kubelet.root,
                 plugin_dir=kubelet.plugin_dir,
+                registry_dir=kubelet.registry_dir,
                 pod_resources_socket=kubelet.pod_resources,
             ),
             hardware=SimpleNamespace(latest=SimpleNamespace(machine=self.machine, faults={})),

@@ -201,6 +201,7 @@ def kubelet(config: Config) -> Kubelet:
         channel=channel(config.pod_resources_socket),
         root=Path(config.kubelet.root_dir),
         plugin_dir=config.plugin_dir,
+        registry_dir=config.registry_dir,
         pod_resources_socket=config.pod_resources_socket,
         configuration=configuration_files(config),
     )
