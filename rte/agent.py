@@ -57,6 +57,10 @@ class Reason(StrEnum):
     REREAD = "reread"
 
 
+Reasons = dict[Reason, float]
+"""With the first time of each, but of the kubelet's starts the last; by the agent's clock."""
+
+
 # What is not as it should be
 
 UNREADY = frozenset({"kubelet", "hardware", "policy", "API server", "agent"})
@@ -247,7 +251,7 @@ class Agent:
         self._compose = compose
         self._pacer = Pacer(pace or Pace(), clock(), chance=random.random())
         self._condition = threading.Condition()
-        self._reasons: dict[Reason, float] = {Reason.START: clock()}  # with their first time
+        self._reasons: Reasons = {Reason.START: clock()}
         self._stopped = False
         self._started_at = clock()
         self._believed: Look | None = None
@@ -266,7 +270,7 @@ class Agent:
         self._is_held = False
         self._is_failing = False  # something, since the last good look
         self._busy_since: float | None = None
-        self._unanswered: dict[Reason, float] = {}  # reasons until a look is published
+        self._unanswered: Reasons = {}  # until a look is published
         self._watch: FileWatch | None = None
         self._thread: threading.Thread | None = None
 
@@ -276,9 +280,7 @@ class Agent:
         """Looks soon. Returns at once; may be called from any thread, gRPC's included."""
         now = self.clock()
         with self._condition:
-            self._reasons.setdefault(reason, now)
-            if reason is Reason.KUBELET_RESTART:
-                self._reasons[reason] = now
+            self._reasons = with_later(self._reasons, {reason: now})
             self._pacer.woken(now, urgent=reason is Reason.KUBELET_RESTART)
             self._condition.notify()
 
@@ -378,11 +380,7 @@ class Agent:
                 due = self._pacer.due(self.clock())
                 if due:
                     if Due.LOOK in due:
-                        # The first time of each counts, but of the kubelet's starts the last.
-                        restarted = self._reasons.get(Reason.KUBELET_RESTART)
-                        self._unanswered = {**self._reasons, **self._unanswered}
-                        if restarted is not None:
-                            self._unanswered[Reason.KUBELET_RESTART] = restarted
+                        self._unanswered = with_later(self._unanswered, self._reasons)
                         self._reasons = {}
                         self._pacer.looking()
                     return due
@@ -447,7 +445,7 @@ class Agent:
         self.observation, self.observed_at, self._sink_is_due = observation, now, True
         self._publish(observation, since=min(reasons.values()), now=now)
 
-    def _take(self, reasons: Mapping[Reason, float]) -> None:
+    def _take(self, reasons: Reasons) -> None:
         """Forgets what a reason makes doubtful of what is known."""
         if (restarted_at := reasons.get(Reason.KUBELET_RESTART)) is not None:
             if self._restarted_at is None:
@@ -716,6 +714,11 @@ class Agent:
         for outcome in outcomes:
             self.counts.outcomes[outcome.kind, outcome.wrote.value] += 1
             self.counts.written_bytes[outcome.kind] += outcome.size_bytes
+
+
+def with_later(reasons: Reasons, later: Reasons) -> Reasons:
+    starts = {r: at for r, at in later.items() if r is Reason.KUBELET_RESTART}
+    return {**later, **reasons, **starts}
 
 
 def refused(error: ApiError) -> str:
