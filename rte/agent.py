@@ -57,7 +57,7 @@ class Reason(StrEnum):
     REREAD = "reread"
 
 
-Reasons = dict[Reason, float]
+Reasons = Mapping[Reason, float]
 """With the first time of each, but of the kubelet's starts the last; by the agent's clock."""
 
 
@@ -464,7 +464,7 @@ class Agent:
         if not self._is_believed(look, pods, snapshot, now):
             return None
         self._believed, self._restarted_at = look, None
-        self._unanswered.pop(Reason.KUBELET_RESTART, None)
+        self._unanswered = without_restart(self._unanswered)
         if snapshot is None:
             self._say_unread(now)
             return None
@@ -716,9 +716,13 @@ class Agent:
             self.counts.written_bytes[outcome.kind] += outcome.size_bytes
 
 
+def without_restart(reasons: Reasons) -> Reasons:
+    return {reason: at for reason, at in reasons.items() if reason is not Reason.KUBELET_RESTART}
+
+
 def with_later(reasons: Reasons, later: Reasons) -> Reasons:
-    starts = {r: at for r, at in later.items() if r is Reason.KUBELET_RESTART}
-    return {**later, **reasons, **starts}
+    earlier = without_restart(reasons) if Reason.KUBELET_RESTART in later else reasons
+    return {**later, **earlier}
 
 
 def refused(error: ApiError) -> str:

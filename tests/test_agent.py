@@ -787,6 +787,16 @@ def test_a_reason_that_comes_during_a_look_is_answered_by_another(node: Node) ->
     node.until(lambda: len(node.policies) == 1)  # read again
 
 
+def test_what_only_a_restart_told_of_is_published(node: Node) -> None:
+    node.agent.start()
+    node.until(lambda: node.published() == "")
+    node.pods.pods = {"a": ("GPU-0",)}
+    node.agent.wake(Reason.KUBELET_RESTART)
+    node.until(lambda: node.published() == "GPU-0")
+    node.until(lambda: node.writes() == 2)
+    assert not node.agent.counts.failures
+
+
 # What no file tells
 
 
