@@ -109,6 +109,15 @@ def test_an_unhealthy_device_is_not_allocatable(kubelet: StartKubelet, gpus: Sim
     assert (k.state().capacity[GPU], k.state().allocatable[GPU]) == ("8", "7")
 
 
+def test_memory_in_huge_pages_is_not_allocatable_as_memory(kubelet: StartKubelet) -> None:
+    for pages, left in ((512, "6Gi"), (2048, "0")):
+        machine = numa_nodes(memory="4Gi", hugepages={"2Mi": pages})
+        k = kubelet({"evictionHard": {"memory.available": "0"}}, machine=machine)
+        said = k.state()
+        assert (said.capacity["memory"], said.allocatable["memory"]) == ("8Gi", left)
+    assert not k.admit(pod("a", {"memory": "1Mi"})).admitted
+
+
 class Registrar(registration_service.RegistrationServicer):
     """What the plugin watcher asks of a socket that it finds."""
 

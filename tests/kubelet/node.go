@@ -19,6 +19,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	"k8s.io/klog/v2"
 	pluginregistration "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
+	v1helper "k8s.io/kubernetes/pkg/apis/core/v1/helper"
 	"k8s.io/kubernetes/pkg/kubelet/cm/containermap"
 	"k8s.io/kubernetes/pkg/kubelet/cm/cpumanager"
 	"k8s.io/kubernetes/pkg/kubelet/cm/devicemanager"
@@ -192,16 +193,28 @@ func (n *Node) object() *v1.Node {
 	}
 }
 
-// resources are the node's capacity and allocatable. A resource whose plugin
-// is gone is 0 in both once the kubelet has given it up.
+// resources are the node's capacity and allocatable, of which the kubelet takes
+// off what is reserved, and of memory all that is in huge pages. A resource
+// whose plugin is gone is 0 in both once the kubelet has given it up.
 func (n *Node) resources() (all, allocatable v1.ResourceList) {
 	all = capacity(n.machine)
 	all[v1.ResourcePods] = *resource.NewQuantity(int64(n.config.MaxPods), resource.DecimalSI)
 	allocatable = all.DeepCopy()
-	for name, q := range n.config.reserved {
+	takeOff := func(name v1.ResourceName, q resource.Quantity) {
 		if left, ok := allocatable[name]; ok {
 			left.Sub(q)
+			if left.Sign() < 0 {
+				left.Set(0)
+			}
 			allocatable[name] = left
+		}
+	}
+	for name, q := range n.config.reserved {
+		takeOff(name, q)
+	}
+	for name, q := range all {
+		if v1helper.IsHugePageResourceName(name) {
+			takeOff(v1.ResourceMemory, q)
 		}
 	}
 	ours, healthy, gone := n.deviceCapacity()
