@@ -488,7 +488,7 @@ def test_a_damaged_file_keeps_the_cordons_and_is_said_once(make: Make) -> None:
     for number, text in enumerate(DAMAGED.values(), start=1):
         for _ in range(3):
             daemon.write_config(text)
-            daemon.until_logged("is not taken over, 1 cordons stay", times=number)
+            daemon.until_logged("(cordons in force: 1)", times=number)
             time.sleep(0.05)
         assert daemon.unhealthy() == [5]
         assert daemon.log().count("is not taken over") == number

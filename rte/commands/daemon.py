@@ -308,9 +308,10 @@ class Daemon:
         if refused is None and self.refused is not None:
             log.info("the configuration is in order again")
         elif refused != self.refused:
-            cordons = len(self.cordons.entries)
             log.error(
-                "the changed configuration is not taken over, %d cordons stay: %s", cordons, refused
+                "the changed configuration is not taken over: %s (cordons in force: %d)",
+                refused,
+                len(self.cordons.now),
             )
         self.refused = refused
 
