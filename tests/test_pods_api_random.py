@@ -22,6 +22,7 @@ from tests.test_pods_api import Both, Followed, until, with_requests
 
 STEPS, LONG_STEPS = 60, 2000
 QUIET_EVERY = 6
+MIRROR = "kubernetes.io/config.mirror"
 CONFIG: Json = {"cpuManagerPolicy": "static", "featureGates": {"PodsAPI": True}}
 KINDS: tuple[Callable[[str], Json], ...] = (
     lambda name: pod(name, {}),
@@ -72,11 +73,12 @@ class World:
 
     def look(self) -> None:
         """One reading, at any time: what is alive only after it was so all the while."""
+        settled = self.settled
         facts = self.ours.follower.read()
         if facts is None:
             return
         now = {fact.uid for fact in facts}
-        must = set(self.alive.values()) & self.settled
+        must = set(self.alive.values()) & settled
         self.wrong += [f"{uid} runs and is missing" for uid in must - now]
         self.wrong += [
             f"{fact.pod.name} was never {fact.phase}"
@@ -86,20 +88,34 @@ class World:
         self.seen |= now
 
     def until_quiet(self) -> None:
+        """Returns when the facts are those of the watch, and both what the API server lists."""
         there = self.alive.keys() | self.ended
+        listed = self.listed()
+        assert {name for name, *_ in listed} == there
 
         def same() -> bool:
-            truth = self.truth.follower.read()
-            names = {fact.pod.name for fact in truth or ()}
-            return names == there and self.ours.follower.read() == truth
+            truth = self.truth.follower.read() or ()
+            told = {(fact.pod.name, fact.uid, fact.phase, fact.qos) for fact in truth}
+            return told == listed and self.ours.follower.read() == truth
 
         def differ() -> object:
             ours, truth = (set(map(str, each.follower.read() or ())) for each in followed)
-            return there, ours - truth, truth - ours, self.ours.follower.problem
+            return listed, ours - truth, truth - ours, self.ours.follower.problem
 
         followed = (self.ours, self.truth)
         until(same, differ)
         self.settled = frozenset(self.alive.values())
+
+    def listed(self) -> set[tuple[str, str, str, str]]:
+        """Name, UID, phase and QoS class of the pods that the API server has on the node."""
+        path = f"/api/v1/namespaces/{self.both.namespace}/pods"
+        selected = f"?fieldSelector=spec.nodeName%3D{self.both.node}"
+        found = set()
+        for each in self.both.apiserver.get(path + selected)["items"]:
+            metadata, status = each["metadata"], each["status"]
+            uid = metadata.get("annotations", {}).get(MIRROR, metadata["uid"])
+            found.add((metadata["name"], uid, status["phase"], status["qosClass"]))
+        return found
 
     # What happens
 
@@ -186,7 +202,7 @@ class World:
         time.sleep(chance.choice([0, 0.2]))
         self.both.kubelet.start()
 
-    def step(self, chance: random.Random) -> None:
+    def step(self, chance: random.Random) -> str:
         crowded = len(self.alive) > 6
         kinds: dict[Callable[[random.Random], object], float] = {
             self.run: 10 if crowded else 40,
@@ -202,6 +218,7 @@ class World:
         }
         (kind,) = chance.choices(list(kinds), list(kinds.values()))
         kind(chance)
+        return kind.__name__
 
 
 @pytest.mark.parametrize("api_server", [False, True], ids=["kubelet alone", "and API server"])
@@ -221,10 +238,12 @@ def test_when_it_is_quiet_the_facts_are_those_of_the_api_server(
     monkeypatch.setattr(following, "RESTART_S", 0.1)
     node = stack.enter_context(Kubelet(go_program(release), CONFIG))
     world = World(Both(apiserver, node), stack, api_server=api_server)
-    chance = random.Random(f"{release} {api_server}")
-    world.run_static(chance)  # a node without any pod is not believed for a while
+    seed = f"{release} {api_server}"
+    world.run_static(random.Random(seed))  # a node without any pod is not believed for a while
     for number in range(LONG_STEPS if pytestconfig.getoption("long") else STEPS):
-        world.step(chance)
+        # Each step by a chance of its own: one that had less to choose from changes no later one.
+        kind = world.step(random.Random(f"{seed} {number}"))
+        print(number, kind, sorted(world.alive), sorted(world.evicted), sorted(world.ended))
         if number % QUIET_EVERY == 0:
             world.until_quiet()
     world.until_quiet()

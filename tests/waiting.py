@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+from tests.stopwatch import Stopwatch
+
 
 def until(
     holds: Callable[[], object],
@@ -11,7 +13,7 @@ def until(
     within_s: float = 30,
 ) -> None:
     """Returns when it holds; fails with what is said then."""
-    end = time.monotonic() + within_s
+    stopwatch = Stopwatch()
     while not holds():
-        assert time.monotonic() < end, f"not within {within_s} s: {says()}"
+        assert not stopwatch.past(within_s), f"not within {within_s} s: {says()}"
         time.sleep(0.01)
