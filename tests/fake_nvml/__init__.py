@@ -26,13 +26,14 @@ Lines of the control file; GPU is a position in nvml.json, a bus id, a UUID or `
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -151,17 +152,25 @@ class Driver:
 
     def sessions(self) -> int:
         """Open sessions of all living processes, as fuser would count those of /dev/nvidiactl."""
-        count = 0
-        for link in Path("/proc").glob("[0-9]*/fd/*"):
-            try:
-                count += os.readlink(link) == str(self.device)
-            except OSError:
-                continue  # the process or the file was closed while we looked
-        return count
+        return sum(
+            opened == str(self.device)
+            for process in os.listdir("/proc")
+            if process.isdecimal()
+            for opened in open_files(process)
+        )
 
     def journal(self) -> list[str]:
         """`init PID` and `shutdown PID`, oldest first."""
         return self.journal_file.read_text().splitlines() if self.journal_file.exists() else []
+
+
+def open_files(process: str) -> Iterator[str]:
+    """What a process has open; less or nothing where it ends meanwhile."""
+    folder = f"/proc/{process}/fd"
+    with contextlib.suppress(OSError):
+        for number in os.listdir(folder):
+            with contextlib.suppress(OSError):  # closed since
+                yield os.readlink(f"{folder}/{number}")
 
 
 def replace(path: Path, content: bytes) -> None:
