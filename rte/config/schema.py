@@ -529,7 +529,10 @@ class Nvml(Section, frozen=True, kw_only=True):
         ),
     ] = None
     timeout: Annotated[
-        Duration, opt("How long one look through NVML may take before its process is replaced.")
+        Duration,
+        opt(
+            "How long NVML may take to open, and for each reading, before its process is replaced."
+        ),
     ] = Duration(20)
     release: Annotated[
         Duration,

@@ -559,8 +559,8 @@ class Worker:
         """Follows these GPUs; the thread that followed others ends by itself."""
         if gpus == self.listening:
             return
-        self.listening = gpus
         events = EventSet(gpus)
+        self.listening = gpus  # the former thread ends, not before this one would hear
         if events.bus_ids:
             threading.Thread(target=self.pass_on, args=(events, gpus), daemon=True).start()
 

@@ -45,6 +45,7 @@ LIBRARY_FOLDERS = (
     "lib/aarch64-linux-gnu",
 )
 LINE_BYTES = 32 << 20  # 16 GPUs fill 50 KB; more than this is no reading
+START_S = 60.0  # for the interpreter's start, on a node that is busy; nothing in it can hang
 END_S = 1.0  # the worker's own end takes milliseconds; `release` promises 2 s with the kill
 RELEASED = "NVML is released on request: its sessions are closed"
 ADVICE = {
@@ -75,7 +76,7 @@ class NvmlWorker:
         on_event: Callable[[NvmlEvent], None] = lambda event: None,
         library_folders: Callable[[], Sequence[Path]] = tuple,  # asked at each start of a worker
         env: Mapping[str, str] | None = None,
-        answer_s: float = 60.0,  # a cold nvmlInit takes seconds a GPU without persistence mode
+        answer_s: float = 60.0,  # a step; a cold nvmlInit takes seconds a GPU without persistence
         retry_s: tuple[float, float] = (1.0, 60.0),  # first and longest wait before a new worker
         event_wait_ms: int = EVENT_WAIT_MS,
         clock: Callable[[], float] = time.monotonic,
@@ -124,10 +125,10 @@ class NvmlWorker:
         return None if self.last_at is None else self.clock() - self.last_at
 
     def retry_in_s(self) -> float | None:
-        """Seconds until `reading` tries again; None while the worker is well."""
+        """Seconds until `reading` tries again, 0: it would now; None while the worker is well."""
         if self.problem is None:
             return None
-        return max(self.not_before, self.released_until) - self.clock()
+        return max(0.0, max(self.not_before, self.released_until) - self.clock())
 
     def release(self, *, hold_s: float) -> None:
         """Closes every NVML session within 2 s and keeps it closed for `hold_s` or until resume.
@@ -241,7 +242,8 @@ class Child:
         self.doing = "its start"
         self.asked = 0
         self.ending = False
-        self.answers: queue.SimpleQueue[WorkerLine | None] = queue.SimpleQueue()  # None: it ended
+        self.lines: queue.SimpleQueue[WorkerLine | None] = queue.SimpleQueue()
+        """Steps and answers; None: it ended."""
         self.said: collections.deque[bytes] = collections.deque(maxlen=8)  # on standard error
         self.process = subprocess.Popen(
             command,
@@ -262,25 +264,27 @@ class Child:
         return self.process.poll() is None
 
     def ask(self, limit_s: float) -> WorkerLine:
-        """The answer to a new question. Raises ChildFailed when there is none in time."""
+        """The answer to a new question. Raises ChildFailed when a step of it, such as nvmlInit,
+        takes longer than the limit; the start of the process has START_S at least."""
         self.asked += 1
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(msgspec.json.encode(WorkerRequest(read=self.asked)) + b"\n")
         except (OSError, ValueError):  # it ended, or was ended, just now
             raise ChildFailed(self.obituary()) from None
-        until = time.monotonic() + limit_s
+        wait_s = max(limit_s, START_S) if self.doing == "its start" else limit_s
         while True:
             try:
-                line = self.answers.get(timeout=max(0.0, until - time.monotonic()))
+                line = self.lines.get(timeout=wait_s)
             except queue.Empty:
                 raise ChildFailed(
-                    f"{self.doing} has not come back for {limit_s:g} s; the worker was killed"
+                    f"{self.doing} has not come back for {wait_s:g} s; the worker was killed"
                 ) from None
             if line is None:
                 raise ChildFailed(self.obituary())
             if line.id == self.asked:
                 return line
+            wait_s = limit_s
 
     def end(self) -> None:
         """Ends the process within 2 s: NVML's sessions are closed then, unless the kernel hangs."""
@@ -322,18 +326,16 @@ class Child:
                 except msgspec.DecodeError as error:
                     self.said.append(f"not a line of ours: {error}".encode())
                     self.process.kill()
-        self.answers.put(None)
+        self.lines.put(None)
         if not self.ending:
             self.on_event(NvmlEvent(type=0))
 
     def take(self, line: WorkerLine) -> None:
         if line.event:
             self.on_event(line.event)
-        elif line.doing:
-            self.doing = line.doing
-        else:
-            self.doing = "idleness"
-            self.answers.put(line)
+            return
+        self.doing = line.doing or "idleness"
+        self.lines.put(line)
 
 
 def lines(limits: Mapping[int, int]) -> Iterator[tuple[int, bytes]]:

@@ -1045,6 +1045,7 @@ static long last_event(void) {
 
 EXPORT nvmlReturn_t nvmlEventSetCreate(nvmlEventSet_t *set) {
     CALL;
+    look(); /* what happened while the call hung is not heard either */
     *set = calloc(1, sizeof **set);
     (*set)->last = last_event();
     return OK;
