@@ -4,9 +4,10 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,7 @@ from tests.pod_resources import GPU, PodResources
 from tests.ports import free_port
 from tests.real_apiserver import ApiServer as RealApiServer
 from tests.small_machine import machine
+from tests.stopwatch import Stopwatch
 
 CRD = Path(__file__).parents[1] / "crds" / "noderesourcetopology" / "crd.yaml"
 
@@ -263,6 +265,18 @@ def compose(observation: Observation) -> list[dict[str, Any]]:
     ]
 
 
+class NotedAgent(Agent):
+    """One that notes when it is woken."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.woken: list[float] = []
+
+    def wake(self, reason: Reason) -> None:
+        self.woken.append(time.monotonic())
+        super().wake(reason)
+
+
 class Node:
     """An agent with all that it looks at, and the folder that it writes to."""
 
@@ -282,14 +296,14 @@ class Node:
         self.before_facts: Callable[[], None] = lambda: None
         self.composed = compose
         self.channel = usage.channel(self.socket)
-        self.agent = Agent(
+        self.agent = NotedAgent(
             kubelet=Kubelet(
                 channel=self.channel,
                 root=self.root,
                 plugin_dir=self.plugin_dir,
                 registry_dir=self.root / "plugins_registry",
                 pod_resources_socket=self.socket,
-                timeout_s=2,
+                timeout_s=20,
             ),
             hardware=self.hardware,
             sources=Sources(
@@ -369,13 +383,11 @@ class Node:
         self.channel.close()
         self.pods.__exit__()
 
-    def until(self, holds: Callable[[], bool], within_s: float = 20) -> float:
-        """How long it took."""
-        start = time.monotonic()
+    def until(self, holds: Callable[[], bool]) -> None:
+        stopwatch = Stopwatch()
         while not holds():
-            assert time.monotonic() < start + within_s, self.story()
+            assert not stopwatch.past(30), self.story()
             time.sleep(0.001)
-        return time.monotonic() - start
 
 
 QUICK = Pace(poll_s=30, retry_first_s=0.05, retry_longest_s=0.1)
@@ -417,16 +429,17 @@ def test_an_allocation_is_published_when_the_checkpoint_changes(node: Node) -> N
 def test_a_burst_is_few_writes_and_its_last_change_is_right(node: Node) -> None:
     node.hold()
     node.agent.start()
-    node.until(lambda: node.published() == "")
+    node.until(lambda: node.writes() == 1)
     time.sleep(0.3)
-    before = node.writes()
     start = time.monotonic()
     for number in range(20):
         time.sleep(max(0.0, start + number / 20 - time.monotonic()))
         node.hold(a=(f"GPU-{number % 4}",), b=("GPU-0",) if number % 2 else ())
     node.until(lambda: node.published() == "GPU-0,GPU-3")
-    node.until(lambda: node.agent.counts.last_publish_s is not None)
-    assert node.writes() - before <= 6
+    node.until(lambda: node.agent._busy_since is None)
+    # A busy machine wakes it so late now and then that this is another burst.
+    wide = [b - a for a, b in pairwise(node.agent.woken) if b - a > QUICK.quiet_s]
+    assert node.writes() - 1 <= 6 + len(wide)
 
 
 def test_nothing_is_written_while_nothing_changes(node: Node) -> None:
@@ -451,7 +464,7 @@ def test_a_passing_moment_is_not_published(
     make_node: MakeNode, moment: dict[str, tuple[str, ...]]
 ) -> None:
     # A doubt ends by its time, and a busy machine may need seconds for what is looked at here.
-    node = make_node(replace(QUICK, doubts_s=(0.02, 0.03, *[0.05] * 4, *[1.0] * 8)))
+    node = make_node(replace(QUICK, doubts_s=(0.02, 0.03, *[0.05] * 4, *[5.0] * 8)))
     node.pods.start()
     seen = []
 
@@ -507,8 +520,10 @@ def test_the_end_of_the_last_pod_is_soon_believed(node: Node) -> None:
     node.hold(a=("GPU-0",))
     node.agent.start()
     node.until(lambda: node.published() == "GPU-0")
+    start = time.monotonic()
     node.hold()
-    assert node.until(lambda: node.published() == "") > 0.3
+    node.until(lambda: node.published() == "")
+    assert time.monotonic() - start > sum(QUICK.doubts_s[: QUICK.doubts_if_short])
     assert QUICK.doubts_least <= node.agent.counts.doubted <= QUICK.doubts_if_short
 
 
@@ -530,10 +545,12 @@ def test_what_lasts_is_published_in_the_end(node: Node) -> None:
     node.hold(a=("GPU-0",))
     node.agent.start()
     node.until(lambda: node.published() == "GPU-0")
+    start = time.monotonic()
     node.pods.pods = {"a": ("GPU-0",), "b": ()}
     node.write_checkpoint({"a": ("GPU-0",), "b": ("GPU-1",)})
-    node.until(lambda: node.agent.counts.doubted >= len(QUICK.doubts_s))
     node.until(lambda: node.agent.counts.outcomes["NodeResourceTopology", "unchanged"] >= 1)
+    assert time.monotonic() - start > sum(QUICK.doubts_s)
+    assert QUICK.doubts_least <= node.agent.counts.doubted <= len(QUICK.doubts_s)
 
 
 def test_after_a_restart_the_kubelet_is_given_time(node: Node) -> None:
@@ -610,12 +627,24 @@ def test_another_object_is_tried_again_by_itself(make_node: MakeNode) -> None:
     node.until(lambda: file.is_file() and not node.agent.not_ready())
 
 
+NRT = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/n"
+
+
+@pytest.fixture
+def cluster(apiserver: RealApiServer) -> Iterator[RealApiServer]:
+    """An API server that knows the kind, and no object of the node."""
+    apiserver.apply_files(CRD)
+    apiserver.request("DELETE", NRT)
+    yield apiserver
+    apiserver.request("DELETE", NRT)
+
+
 def test_an_api_server_that_asks_for_patience_gets_it(
-    make_node: MakeNode, apiserver: RealApiServer
+    make_node: MakeNode, cluster: RealApiServer
 ) -> None:
-    with FaultyProxy(apiserver) as proxy:
+    with FaultyProxy(cluster) as proxy:
         proxy.faults = [Fault(429, (("Retry-After", "1"),))]
-        api = ApiServer(Access(server=proxy.url, token=apiserver.token))
+        api = ApiServer(Access(server=proxy.url, token=cluster.token))
         node = make_node(sink=ApiSink(api, node="n", takeover_after_s=180, owner=False))
         node.pods.start()
 
@@ -623,57 +652,54 @@ def test_an_api_server_that_asks_for_patience_gets_it(
             node.agent.wake(Reason.STATE_FILE)
             return len(proxy.seen) > 1
 
+        start = time.monotonic()
         node.agent.start()
-        assert node.until(asked_again) >= 1
+        node.until(asked_again)
+        assert time.monotonic() - start >= 1
         node.agent.stop()
         api.close()
 
 
 def test_an_api_server_that_is_gone_and_back_gets_the_newest(
-    make_node: MakeNode, apiserver: RealApiServer
+    make_node: MakeNode, cluster: RealApiServer
 ) -> None:
-    apiserver.apply_files(CRD)
     port = free_port()
-    api = ApiServer(Access(server=f"http://127.0.0.1:{port}", token=apiserver.token))
+    api = ApiServer(Access(server=f"http://127.0.0.1:{port}", token=cluster.token))
     node = make_node(sink=ApiSink(api, node="n", takeover_after_s=180, owner=False))
-    path = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/n"
 
     def used() -> str:
-        answer = apiserver.request("GET", path)
+        answer = cluster.request("GET", NRT)
         return str(answer.body["attributes"][0]["value"]) if answer.status == 200 else "nothing"
 
     node.pods.start()
     node.hold(a=("GPU-0",))
     node.agent.start()
     node.until(lambda: node.agent.counts.failures.total() >= 2)
-    with FaultyProxy(apiserver, port=port):
+    with FaultyProxy(cluster, port=port):
         node.until(lambda: used() == "GPU-0")
     node.hold(a=("GPU-1",))
     node.until(lambda: "API server" in node.agent.not_ready())
     node.hold(a=("GPU-2",))
-    with FaultyProxy(apiserver, port=port):
+    with FaultyProxy(cluster, port=port):
         node.until(lambda: used() == "GPU-2")
         node.until(lambda: not node.agent.not_ready())
         node.agent.stop()
     api.close()
-    apiserver.delete(path)
 
 
 def test_a_kubelet_that_restarts_while_the_api_server_is_away(
-    make_node: MakeNode, apiserver: RealApiServer
+    make_node: MakeNode, cluster: RealApiServer
 ) -> None:
     """What it works by since then and what it has handed out is published when that is back."""
-    apiserver.apply_files(CRD)
-    path = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/n"
 
     def said() -> dict[str, str]:
-        answer = apiserver.request("GET", path)
+        answer = cluster.request("GET", NRT)
         attributes = answer.body.get("attributes", ()) if answer.status == 200 else ()
         return {item["name"]: item["value"] for item in attributes}
 
-    with FaultyProxy(apiserver) as proxy:
-        port = proxy.http.server_address[1]
-        api = ApiServer(Access(server=proxy.url, token=apiserver.token))
+    port = free_port()
+    with FaultyProxy(cluster, port=port) as proxy:
+        api = ApiServer(Access(server=proxy.url, token=cluster.token))
         node = make_node(sink=ApiSink(api, node="n", takeover_after_s=180, owner=False))
         node.policies = [policy_of("none")]
         node.pods.start()
@@ -685,13 +711,12 @@ def test_a_kubelet_that_restarts_while_the_api_server_is_away(
     node.hold(a=("GPU-0",), b=("GPU-1",))
     node.pods.start()
     node.until(lambda: "API server" in node.agent.not_ready())
-    with FaultyProxy(apiserver, port=port):
+    with FaultyProxy(cluster, port=port):
         expected = {"used": "GPU-0,GPU-1", "topologyManagerPolicy": "restricted"}
         node.until(lambda: said() == expected)
         node.until(lambda: not node.agent.not_ready())
         node.agent.stop()
     api.close()
-    apiserver.delete(path)
 
 
 def test_a_missing_definition_is_said_once_and_awaited(
@@ -784,7 +809,8 @@ def test_a_reason_that_comes_during_a_look_is_answered_by_another(node: Node) ->
     node.policies = [policy_of("none"), policy_of("restricted")]
     node.agent.start()
     node.until(lambda: node.agent.counts.looks["kubelet-restart"] == 1)
-    node.until(lambda: len(node.policies) == 1)  # read again
+    # Read again: the kubelet's socket is the same, so what its file says counts later.
+    node.until(lambda: "kubelet configuration" in node.agent.problems.current())
 
 
 def test_what_only_a_restart_told_of_is_published(node: Node) -> None:
@@ -824,7 +850,8 @@ def test_the_end_of_a_plugin_that_no_file_tells_is_seen_at_a_glance(make_node: M
 def test_a_plugins_socket_that_comes_or_goes_is_worth_glances(
     make_node: MakeNode, folder: str
 ) -> None:
-    node = make_node(replace(QUICK, glance_s=30, doubts_s=(0.01,)))
+    glances_s = (*QUICK.glances_s, 5.0, 10.0, 20.0)  # a busy machine may be late with what follows
+    node = make_node(replace(QUICK, glance_s=300, glances_s=glances_s, doubts_s=(0.01,)))
     path = node.root / folder / "nic.sock"
     path.parent.mkdir(exist_ok=True)
     node.pods.start()
@@ -860,7 +887,9 @@ def test_nothing_is_published_before_the_hardware_is_known(node: Node) -> None:
     node.until(lambda: node.published() == "")
 
 
-def test_gpus_that_are_all_gone_for_a_moment_stay_published(node: Node) -> None:
+def test_gpus_that_are_all_gone_for_a_moment_stay_published(make_node: MakeNode) -> None:
+    node = make_node(replace(QUICK, doubts_s=(0.02, 0.03, *[0.05] * 200)))
+    node.pods.start()
     node.hold(a=("GPU-0",))
     node.agent.start()
     node.until(lambda: node.published() == "GPU-0")
@@ -869,8 +898,9 @@ def test_gpus_that_are_all_gone_for_a_moment_stay_published(node: Node) -> None:
     node.agent.wake(Reason.HARDWARE)
     node.until(lambda: node.agent.counts.doubted >= 2)
     node.hardware.latest = known
+    before = node.agent.observed_at
     node.agent.wake(Reason.HARDWARE)
-    time.sleep(0.3)
+    node.until(lambda: node.agent.observed_at != before)
     assert node.writes() == 1
 
 
@@ -971,12 +1001,11 @@ def test_a_broken_state_file_is_said_and_hinders_nothing(node: Node) -> None:
     node.until(lambda: node.agent.problems.current() == {})
 
 
-def test_each_re_reading_is_one_request(make_node: MakeNode, apiserver: RealApiServer) -> None:
+def test_each_re_reading_is_one_request(make_node: MakeNode, cluster: RealApiServer) -> None:
     """So an idle hour is six, with `nrt.reread` at ten minutes."""
-    apiserver.apply_files(CRD)
-    apiserver.create_node("idle")
-    with FaultyProxy(apiserver) as proxy:
-        api = ApiServer(Access(server=proxy.url, token=apiserver.token))
+    cluster.create_node("idle")
+    with FaultyProxy(cluster) as proxy:
+        api = ApiServer(Access(server=proxy.url, token=cluster.token))
         sink = ApiSink(api, node="idle", takeover_after_s=180)
         node = make_node(replace(QUICK, reread_s=0.02), sink)
 
@@ -988,37 +1017,46 @@ def test_each_re_reading_is_one_request(make_node: MakeNode, apiserver: RealApiS
         node.agent._sources = sources._replace(node_allocatable=allocatable)
         node.pods.start()
         node.agent.start()
-        node.until(lambda: node.agent._rereads > 0 and node.writes() == 1)
-        before = len(proxy.seen), node.agent._rereads
-        node.until(lambda: node.agent._rereads >= before[1] + 30)
+        node.until(lambda: node.writes() == 1)
+        version = cluster.get(NRT)["metadata"]["resourceVersion"]
+
+        def is_cached() -> bool:
+            answer = cluster.request("GET", f"{NRT}?resourceVersion=0")
+            return answer.status == 200 and answer.body["metadata"]["resourceVersion"] == version
+
+        node.until(is_cached)  # what is cached is late, and would be asked for once more
+        rereads = node.agent._rereads
+        node.until(lambda: node.agent._rereads > rereads)
+        rereads, requests = node.agent._rereads, len(proxy.seen)
+        node.until(lambda: node.agent._rereads >= rereads + 30)
         node.agent.stop()
-        assert len(proxy.seen) - before[0] <= node.agent._rereads - before[1] + 1
-        assert {method for method, _, _ in proxy.seen[before[0] :]} == {"GET"}
+        # One is under way when the counting begins, and one of the Node may wait for its look.
+        assert len(proxy.seen) - requests <= node.agent._rereads - rereads + 2
+        assert {method for method, _, _ in proxy.seen[requests:]} == {"GET"}
         api.close()
 
 
 def test_an_api_server_that_is_away_at_a_re_reading_is_a_problem_until_it_is_back(
-    make_node: MakeNode, apiserver: RealApiServer
+    make_node: MakeNode, cluster: RealApiServer
 ) -> None:
     """Though nothing is to be written, and looks find that nothing has changed."""
-    apiserver.apply_files(CRD)
-    with FaultyProxy(apiserver) as proxy:
-        api = ApiServer(Access(server=proxy.url, token=apiserver.token))
+    with FaultyProxy(cluster) as proxy:
+        api = ApiServer(Access(server=proxy.url, token=cluster.token))
         sink = ApiSink(api, node="n", takeover_after_s=180, owner=False)
         node = make_node(replace(QUICK, reread_s=0.2), sink)
         node.pods.start()
         node.agent.start()
         node.until(lambda: node.agent._rereads > 0)
-        proxy.then["GET"] = [Fault(503)] * 3
+        proxy.then["GET"] = [Fault(503)] * 1000
         node.until(lambda: "API server" in node.agent.not_ready())
-        for looks in (1, 2):
+        for looks in (1, 2, 3):  # the third begins when the second is over
             node.agent.wake(Reason.STATE_FILE)
             node.until(
                 lambda n=looks: node.agent.counts.looks["state-file"] == n  # type: ignore[misc]
             )
         assert "API server" in node.agent.not_ready()
+        proxy.then["GET"] = []
         node.until(lambda: not node.agent.not_ready())
-        assert not proxy.then["GET"]
         node.agent.stop()
         api.close()
 
