@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import urllib3
 import yaml
 
+from tests.stopwatch import Stopwatch
+
 Json = dict[str, Any]
 
 APPLY = "application/apply-patch+yaml"
@@ -174,13 +176,13 @@ class ApiServer:
 
     def wait_established(self, crd_path: str, *, within_s: float = 30) -> None:
         """Return when the kind is served, which is a moment after its condition says so."""
-        end = time.monotonic() + within_s
+        stopwatch = Stopwatch()
         crd = self.get(crd_path)
         spec = crd["spec"]
         version = next(v["name"] for v in spec["versions"] if v["served"])
         path = f"/apis/{spec['group']}/{version}/{spec['names']['plural']}?limit=1"
         while self.request("GET", path).status != 200:
-            if time.monotonic() > end:
+            if stopwatch.past(within_s):
                 raise ApiServerError(f"{path} is not served after {within_s} s")
             time.sleep(0.02)
 

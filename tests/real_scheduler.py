@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import yaml
 
 from tests.real_apiserver import ApiServer
+from tests.stopwatch import Stopwatch
 
 T = TypeVar("T")
 
@@ -153,10 +154,10 @@ class Scheduler:
 
     def wait(self, look: Callable[[], T | None], otherwise: str, within_s: float) -> T:
         """What `look` finds, once that is not None."""
-        end = time.monotonic() + within_s
+        stopwatch = Stopwatch()
         while (found := look()) is None:
             self.check()
-            if time.monotonic() > end:
+            if stopwatch.past(within_s):
                 raise SchedulerError(f"{otherwise} in {within_s:g} s:\n{self.log()[-3000:]}")
             time.sleep(0.01)
         return found

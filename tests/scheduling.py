@@ -47,6 +47,7 @@ from tests.real_kubelet import Json
 from tests.real_kubelet import Kubelet as RealKubelet
 from tests.real_scheduler import Scheduler
 from tests.topology_match import Seen, first, seen
+from tests.waiting import until
 
 GPU = "nvidia.com/gpu"
 NIC = "example.com/nic"
@@ -94,6 +95,13 @@ class Cluster:
         """A pod that no scheduler was asked about."""
         spec = {**pod["spec"], "nodeName": node}
         self.real.create(self.pods, {"metadata": {"name": pod["metadata"]["name"]}, "spec": spec})
+
+    def touch(self, node: str) -> None:
+        """A change of one of the node's pods by which nothing else changes."""
+        on_node = f"{self.pods.removesuffix('/')}?fieldSelector=spec.nodeName%3D{node}"
+        path = self.pods + self.real.get(on_node)["items"][0]["metadata"]["name"]
+        touched = {"metadata": {"annotations": {"example.com/touched": str(time.time())}}}
+        self.real.ask("PATCH", path, touched, content_type=MERGE)
 
     def set_phase(self, name: str, phase: str) -> None:
         status = {"status": {"phase": phase}}
@@ -488,11 +496,8 @@ class RealNode:
             live["zones"] == wanted["zones"] and fingerprint_of(live) == fingerprint_of(wanted)
         )
 
-    def until(self, holds: Callable[[], bool], within_s: float = 10) -> None:
-        end = time.monotonic() + within_s
-        while not holds():
-            assert time.monotonic() < end, (self.agent.problems.current(), self.body())
-            time.sleep(0.01)
+    def until(self, holds: Callable[[], bool]) -> None:
+        until(holds, lambda: (self.agent.problems.current(), self.body()))
 
 
 def kubelet_machine(machine: Machine) -> list[Json]:

@@ -87,8 +87,9 @@ class Watched:
         space = self.node.cluster.namespace
         names = (*covered, *self.probes)
         wanted = fingerprint(PodName(namespace=space, name=name) for name in names)
-        self.node.until(lambda: fingerprint_of(self.node.body()) == wanted, 15)
-        assert not_taken_in(self.scheduler, {self.node.name: wanted}) == set()
+        self.node.until(lambda: fingerprint_of(self.node.body()) == wanted)
+        said = {self.node.name: wanted}
+        assert not_taken_in(self.node.cluster, self.scheduler, said) == set()
 
 
 @pytest.fixture
