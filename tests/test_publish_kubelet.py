@@ -1,9 +1,11 @@
 """A real kubelet's managers, our plugin, our publisher, a real API server: the whole line."""
 
 import itertools
+import json
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from multiprocessing import get_context
@@ -11,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 import yaml
 
@@ -29,11 +32,13 @@ from rte.publish.apply import ApiServer
 from rte.publish.nrt import nrt
 from rte.publish.publisher import ApiSink
 from rte.sources.recorded import read_recorded
+from tests.accounted import differences
 from tests.machines.description import FOLDER
 from tests.real_apiserver import ApiServer as RealApiServer
 from tests.real_kubelet import Kubelet as RealKubelet
 from tests.real_kubelet import numa_nodes, pod
 from tests.recount import GPU, Zones, gpu_nodes, published, recount
+from tests.scheduling import fingerprint_of
 from tests.simple_plugin import SimplePlugin
 from tests.waiting import until
 
@@ -119,9 +124,11 @@ class Node:
         ]
 
     def admit(self, name: str, *containers: dict[str, Any], **more: Any) -> bool:
+        """Whether the pod runs; the watch of this node's pods says so."""
         admission = self.kubelet.admit(pod(name, *containers, **more))
         if admission.admitted:
             self.alive[name] = admission.uid
+            self.agent.wake(Reason.PODS)
         return admission.admitted
 
     def facts(self) -> tuple[PodFacts, ...]:
@@ -144,14 +151,30 @@ class Node:
         answer = self.real.request("GET", PATH + self.name)
         return answer.body if answer.status == 200 else {"zones": []}
 
-    def until_right(self, within_s: float = 4) -> float:
-        """How long it took until the object in the API server is what the recount says."""
-        start = time.monotonic()
-        while published(self.body()) != self.expected():
-            if time.monotonic() > start + within_s:
-                assert published(self.body()) == self.expected(), self.agent.problems.current()
-            time.sleep(0.002)
-        return time.monotonic() - start
+    def until_right(self) -> None:
+        """Returns when the object in the API server is what the recount says."""
+        until(
+            lambda: published(self.body()) == self.expected(),
+            lambda: (differences(published(self.body()), self.expected()), self.problems()),
+        )
+
+    def until_settled(self) -> None:
+        """Returns when it says all that is so, its pods too, and its writes are counted."""
+
+        def is_settled() -> bool:
+            seen, body = self.agent.observation, self.body()
+            if seen is None or seen.pods != self.facts():
+                return False
+            wanted = self.compose(seen)[0]
+            if body["zones"] != wanted["zones"] or fingerprint_of(body) != fingerprint_of(wanted):
+                return False
+            return (self.agent.published_at or 0) >= (self.agent.observed_at or 0)
+
+        self.until_right()
+        until(is_settled, self.problems)
+
+    def problems(self) -> object:
+        return self.agent.problems.current()
 
     def writes(self) -> int:
         outcomes = self.agent.counts.outcomes
@@ -186,27 +209,29 @@ def start(kubelet: StartKubelet, apiserver: RealApiServer) -> Iterator[Callable[
         node.stop()
 
 
-def test_an_admission_is_in_the_api_server_within_a_second(
+def test_an_admission_is_in_the_api_server_though_nothing_is_polled(
     start: Callable[[Pace], Node],
 ) -> None:
-    node = start(Pace(echo_s=0.2, poll_s=60))
+    node = start(Pace(echo_s=0.5, poll_s=3600))
+    node.until_settled()
     time.sleep(0.3)  # a quiet time
     before = node.writes()
     assert node.admit("a", {GPU: 2, "cpu": 4, "memory": "8Gi"})
-    assert node.until_right() < 1
-    assert node.writes() - before <= 2
+    node.until_settled()
+    # Where the kubelet is slow: devices, CPUs, memory and the pod, each by itself.
+    assert 1 <= node.writes() - before <= 4
     free = [zone[GPU].available for zone in published(node.body()).values()]
     assert sorted(free) == [2, 4]
 
     time.sleep(0.3)
     before = node.writes()
     node.remove("a")
-    assert node.until_right() < 1
-    assert node.agent.counts.outcomes["NodeResourceTopology", "echo"] == 0
+    node.until_right()
     until(lambda: node.body()["attributes"][-1] == {"name": "rteEcho", "value": "1"})
-    time.sleep(0.4)
+    time.sleep(0.8)
     assert node.agent.counts.outcomes["NodeResourceTopology", "echo"] == 1
-    assert node.writes() - before <= 3
+    assert 2 <= node.writes() - before <= 5
+    assert node.agent.counts.looks["poll"] == 0
     scraped = renderer(
         Measured(
             version="test",
@@ -243,8 +268,7 @@ def test_a_kubelet_restart_writes_nothing_and_loses_nothing(
     node = start(BRISK)
     assert node.admit("a", {GPU: 2, "cpu": 4, "memory": "8Gi"})
     assert node.admit("b", {GPU: 4})
-    node.until_right()
-    time.sleep(0.3)  # the last write is counted, and nothing follows it
+    node.until_settled()
     before = node.writes(), node.body()
     restart(node.kubelet)
     node.kubelet.wait_devices(GPU, len(node.gpus))
@@ -266,7 +290,7 @@ def test_a_pod_resources_that_fails_leaves_the_object_as_it_is_and_not_ready(
     node = start(replace(BRISK, retry_first_s=0.05, retry_longest_s=0.1))
     node.agent.kubelet = node.agent.kubelet._replace(timeout_s=0.3)
     assert node.admit("a", {GPU: 2, "cpu": 4, "memory": "8Gi"})
-    node.until_right()
+    node.until_settled()
     before = node.body()
     node.kubelet.disturb_pod_resources(**disturbance)
     assert node.admit("b", {GPU: 4})
@@ -282,20 +306,21 @@ def test_devices_that_all_vanish_for_a_moment_stay_published(
     start: Callable[[Pace], Node],
 ) -> None:
     """Our plugin is replaced, as in a rolling update."""
-    node = start(BRISK)
+    node = start(replace(BRISK, doubts_s=(0.05,) * 1200))  # whatever else the machine does
     assert node.admit("a", {GPU: 2})
-    node.until_right()
-    time.sleep(0.2)
+    node.until_settled()
     before = node.body()
     node.plugin.stop()
     node.kubelet.wait_devices(GPU, 0)
+    doubted = node.agent.counts.doubted
     node.agent.wake(Reason.POLL)
-    until(lambda: node.agent.counts.doubted > 0)
-    node.plugin = DevicePlugin(
+    until(lambda: node.agent.counts.doubted > doubted)
+    fresh = DevicePlugin(
         Options(plugin_dir=node.kubelet.plugin_dir, pod_resources=node.kubelet.pod_resources)
     )
-    node.plugin.start()
-    node.plugin.update(node.machine, {})
+    fresh.start()
+    fresh.update(node.machine, {})
+    node.plugin = fresh
     node.kubelet.wait_devices(GPU, len(node.gpus))
     node.until_right()
     time.sleep(0.5)
@@ -322,8 +347,13 @@ def test_a_plugin_that_is_killed_is_missed_though_its_socket_stays(
         resources = [r for zone in zones for r in zone.get("resources", ())]
         return [r["allocatable"] for r in resources if r["name"] == NIC]
 
+    def registered() -> int:
+        data = json.loads((folder / "kubelet_internal_checkpoint").read_text())["Data"]
+        return len(data["RegisteredDevices"].get(NIC) or ())
+
     try:
         until(lambda: allocatable() == ["1", "1"])
+        until(lambda: registered() == 2)  # the kubelet writes it a moment later
         checkpoint = (folder / "kubelet_internal_checkpoint").stat()
         plugin.kill()
         until(lambda: "1" not in allocatable())
@@ -341,8 +371,23 @@ def test_an_idle_kubelet_is_glanced_at_and_not_looked_at(
 ) -> None:
     """Its answers are in no order, and yet of one length."""
     node = start(replace(BRISK, glance_s=0.02))
-    time.sleep(0.5)
+    calls = Calls()
+    channel = grpc.intercept_channel(node.channel, calls)
+    node.agent.kubelet = node.agent.kubelet._replace(channel=channel)
+    # A look asks for both.
+    until(lambda: calls.made["GetAllocatableResources"] - calls.made["List"] > 20)
     assert node.agent.counts.looks["allocatable"] == 0
+
+
+class Calls(grpc.UnaryUnaryClientInterceptor):
+    """Counts the calls that pass, by method."""
+
+    def __init__(self) -> None:
+        self.made = Counter[str]()
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        self.made[details.method.rpartition("/")[2]] += 1
+        return continuation(details, request)
 
 
 def test_a_changed_policy_is_published_when_the_kubelet_has_restarted(
@@ -391,7 +436,7 @@ def test_the_object_equals_a_recount_after_each_of_200_steps(
     assert admitted > 60, (admitted, rejected, removed)
     assert rejected > 10, (admitted, rejected, removed)
     assert removed > 60, (admitted, rejected, removed)
-    assert node.agent.problems.current() == {}
+    until(lambda: node.agent.problems.current() == {}, node.problems)
 
 
 def containers(chance: random.Random) -> list[dict[str, Any]]:
