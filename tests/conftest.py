@@ -114,6 +114,18 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return tmp_path_factory.mktemp(name[:12])
 
 
+@pytest.fixture(autouse=True)
+def no_bug_is_survived(
+    request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> Iterator[None]:
+    """What must go on after a bug of its own says so with a traceback: that fails the test."""
+    yield
+    if request.node.get_closest_marker("survives_bugs") is None:
+        for phase in ("setup", "call", "teardown"):
+            bugs = [record for record in caplog.get_records(phase) if record.exc_info]
+            assert not bugs, f"{bugs[0].getMessage()}: {bugs[0].exc_text}"
+
+
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
     """What a test leaves there ends with it, however that ends."""

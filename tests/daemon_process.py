@@ -68,6 +68,7 @@ class DaemonProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
+        self.log_file.touch()
         self.kubelet.start()
         self.pods.__enter__()
         return self
@@ -76,6 +77,7 @@ class DaemonProcess:
         self.end()
         self.pods.__exit__(None, None, None)
         self.kubelet.stop()
+        assert "Traceback" not in self.log(), self.log()[-3000:]
 
     def write_config(self, text: str | None = None, **changed: Any) -> None:
         """As the kubelet changes a ConfigMap."""

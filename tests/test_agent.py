@@ -740,6 +740,7 @@ def test_a_missing_definition_is_said_once_and_awaited(
         assert fresh.get(path)["zones"][0]["name"] == "node-0"
 
 
+@pytest.mark.survives_bugs
 def test_a_bug_does_not_end_the_loop(node: Node) -> None:
     faults = iter(range(2))
 
@@ -770,6 +771,7 @@ class Flaky:
         return self._latest
 
 
+@pytest.mark.survives_bugs
 def test_a_bug_that_does_not_come_again_is_no_problem_any_more(node: Node) -> None:
     """Also when there is nothing to publish afterwards."""
     node.agent.start()
@@ -782,6 +784,7 @@ def test_a_bug_that_does_not_come_again_is_no_problem_any_more(node: Node) -> No
     assert node.writes() == 1
 
 
+@pytest.mark.survives_bugs
 def test_a_bug_that_stays_makes_the_object_say_since_when(make_node: MakeNode) -> None:
     node = make_node(replace(QUICK, stale_s=0.3))
     node.pods.start()

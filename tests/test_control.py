@@ -90,6 +90,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         ask(tmp_path / NAME, Asked(do="state"))
 
 
+@pytest.mark.survives_bugs
 def test_a_bug_in_an_answer_does_not_end_the_answering(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

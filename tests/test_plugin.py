@@ -489,6 +489,7 @@ def test_several_containers_in_one_call(plugin: DevicePlugin, kubelet: SmallKube
     assert [tuple(c.deviceIDs) for c in answer.container_responses] == [gpus(0, 2), gpus(5, 7)]
 
 
+@pytest.mark.survives_bugs
 def test_a_fault_of_ours_is_an_empty_answer_a_line_and_a_count(
     plugin: DevicePlugin, kubelet: SmallKubelet, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -129,6 +129,7 @@ def test_which_addresses_are_loopback(text: str, local: bool) -> None:
     assert is_loopback(text) == local
 
 
+@pytest.mark.survives_bugs
 def test_a_page_that_breaks_ends_its_connection_only(daemon: Daemon) -> None:
     with pytest.raises(http.client.RemoteDisconnected):
         daemon.ask("/broken")
