@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +85,15 @@ def read_file(path: Path, *, may_be_empty: bool) -> dict[str, Any]:
     if not may_be_empty and not content.strip():
         raise ConfigError("", str(path), "is empty; expected options, or {} for all defaults")
     try:
-        data = yaml.safe_load(content)
-        root = yaml.compose(content, Loader=yaml.SafeLoader)
+        loader = yaml.SafeLoader(content)
+        root = loader.get_single_node()
+        repeated = next(twice(root), None)
+        data = None if root is None else loader.construct_document(root)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 31 February
         raise ConfigError("", str(path), f"is not YAML: {error}") from error
-    twice(root, str(path))
+    if repeated is not None:
+        key, line = repeated
+        raise ConfigError(key, str(path), f"is there twice, again in line {line}")
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -97,9 +101,12 @@ def read_file(path: Path, *, may_be_empty: bool) -> dict[str, Any]:
     return ours(data, str(path))
 
 
-def twice(root: Any, source: str) -> None:
-    """Raises ConfigError for a key that a mapping has twice; YAML's readers take the last one, and
-    the first section would be lost without a word. `root` is a YAML node or None."""
+def twice(root: Any) -> Iterator[tuple[str, int]]:
+    """The keys that a mapping has twice, dotted, and the line of the second; YAML's readers take
+    the last one, and the first section would be lost without a word.
+
+    `root` is a YAML node or None, of which no value has been made yet: that moves what is merged.
+    """
     waiting = [] if root is None else [("", root)]
     seen_nodes = set()
     while waiting:
@@ -112,10 +119,11 @@ def twice(root: Any, source: str) -> None:
             continue
         seen = set()
         for key, value in node.value:
+            if key.id != "scalar":
+                continue  # no value can be made of it
             name = f"{where}.{key.value}".lstrip(".")
             if name in seen:
-                line = key.start_mark.line + 1
-                raise ConfigError(name, source, f"is there twice, again in line {line}")
+                yield name, key.start_mark.line + 1
             seen.add(name)
             waiting.append((name, value))
 
