@@ -1,5 +1,7 @@
 """Each error names its source and dotted key; later sources win."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -197,6 +199,38 @@ def test_an_empty_second_file_is_a_node_without_a_choice(tmp_path: Path) -> None
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.yaml: cannot be read: No such file"):
         load(file=tmp_path / "absent.yaml", environ={})
+
+
+def test_a_config_map_that_changes_while_it_is_read_is_not_missing(tmp_path: Path) -> None:
+    """Audit hooks cannot be taken back, so that this is a process of its own."""
+    (tmp_path / "rte.yaml").symlink_to("..data/rte.yaml")
+    (tmp_path / "..1").mkdir()
+    (tmp_path / "..1/rte.yaml").write_text("nodeName: fresh")
+    (tmp_path / "..data").symlink_to("..0")  # which the kubelet has just removed
+    script = """
+import sys
+from pathlib import Path
+from rte.config import load
+file = Path(sys.argv[1])
+opened = []
+def kubelet(event, arguments):
+    if event == "open" and arguments[0] == str(file):
+        opened.append(event)
+        if len(opened) == 2:
+            fresh = file.parent / "..data_tmp"
+            fresh.symlink_to("..1")
+            fresh.replace(file.parent / "..data")
+sys.addaudithook(kubelet)
+print(load(file=file, environ={}).node_name, len(opened))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "rte.yaml")],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "fresh 2\n", done.stderr
 
 
 def test_peers_variables_are_understood() -> None:
