@@ -10,7 +10,6 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -25,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 from cryptography.x509 import load_pem_x509_certificate
-from hypothesis import given
+from hypothesis import given, note
 from hypothesis import strategies as st
 
 from rte.status import MOST_CONNECTIONS, Page, Probes, StatusServer
@@ -125,13 +124,13 @@ class Server:
 
     def ask_until_served(self, path: str) -> None:
         """A place is given back a moment after its client has gone."""
-        for _ in range(100):
-            try:
-                assert self.ask(path)[0] == 200
-                return
-            except OSError:
-                time.sleep(0.01)
-        pytest.fail("no place is given back")
+
+        def is_served() -> bool:
+            with contextlib.suppress(OSError):
+                return self.ask(path)[0] == 200
+            return False
+
+        assert until(is_served), "no place is given back"
 
     def serial(self) -> int:
         """Of the certificate that is shown."""
@@ -492,6 +491,7 @@ def test_the_validity_is_what_another_reader_finds(authority: trustme.CA, year: 
 def test_a_certificate_that_is_none_is_an_error_of_one_kind(
     at: int, wrong: bytes, cut: int
 ) -> None:
+    note(ssl.DER_cert_to_PEM_cert(CERTIFICATE))
     der = CERTIFICATE[:at] + wrong + CERTIFICATE[at + len(wrong) :]
     for content in (der, der[:cut], wrong):
         try:

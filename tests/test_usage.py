@@ -156,8 +156,8 @@ def test_a_rate_limit_that_does_not_end_is_an_error_in_time(socket: Path) -> Non
         usage.channel(socket) as channel,
         pytest.raises(usage.KubeletError, match="PodResources List: RESOURCE_EXHAUSTED") as caught,
     ):
-        usage.read_usage(channel, 0.3)
-    assert stopwatch.took_s < 2
+        usage.read_usage(channel, 2)
+    assert stopwatch.took_s < 10
     assert 2 <= kubelet.lists < 20
     assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -218,7 +218,7 @@ def test_a_kubelet_that_is_absent_is_an_error_and_found_when_it_comes(socket: Pa
         with pytest.raises(usage.KubeletError, match="UNAVAILABLE"):
             usage.read_usage(channel, 1)
         with PodResourcesSocket(socket):
-            assert answered_within(channel, 2)
+            assert soon_answered(channel)
 
 
 def test_a_new_socket_on_the_same_path_is_connected_to(socket: Path) -> None:
@@ -226,12 +226,13 @@ def test_a_new_socket_on_the_same_path_is_connected_to(socket: Path) -> None:
         with PodResourcesSocket(socket):
             usage.read_usage(channel, 5)
         with PodResourcesSocket(socket):
-            assert answered_within(channel, 2)
+            assert soon_answered(channel)
 
 
-def answered_within(channel: grpc.Channel, limit_s: float) -> bool:
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
+def soon_answered(channel: grpc.Channel) -> bool:
+    """By itself gRPC would try again after a second, and after longer the next time."""
+    stopwatch = Stopwatch()
+    while not stopwatch.past(2):
         try:
             usage.read_usage(channel, 1)
         except usage.KubeletError:

@@ -13,6 +13,8 @@ import pytest
 
 from rte.kubelet import watch as watch_module
 from rte.kubelet.watch import FileWatch, watch
+from tests.stopwatch import Stopwatch
+from tests.waiting import until
 
 SOON_S = 20.0
 
@@ -28,6 +30,13 @@ class Woken:
 
     def next(self) -> Path:
         return self.paths.get(timeout=SOON_S)
+
+    def until(self, path: Path) -> set[Path]:
+        """What is reported up to this one."""
+        before = set()
+        while (found := self.next()) != path:
+            before.add(found)
+        return before
 
     def drain(self) -> None:
         """Returns when nothing has been reported for a while."""
@@ -232,9 +241,10 @@ def test_polling_ends_when_inotify_is_to_be_had_again(
         path.write_text("1")
         assert woken.next() == path
     try:
-        deadline = os.times().elapsed + SOON_S
-        while running.polling is not None and os.times().elapsed < deadline:
-            path.write_text(str(os.times().elapsed))
+        stopwatch, size = Stopwatch(), 1
+        while running.polling is not None and not stopwatch.past(SOON_S):
+            size += 1  # the only difference between two files of one clock tick
+            path.write_text("x" * size)
             woken.next()
         assert running.polling is None
         woken.drain()
@@ -252,27 +262,36 @@ def test_a_file_of_a_config_map_is_replaced_behind_its_link(tmp_path: Path) -> N
         (tmp_path / f"..{number}" / "file").write_text(f"{number}")
     (tmp_path / "..data").symlink_to("..1")
     (tmp_path / "file").symlink_to("..data/file")
-    with watching(tmp_path / "file") as (_, woken):
+    with watching(*(tmp_path / name for name in ("file", "then", "last"))) as (_, woken):
         (tmp_path / "..data_tmp").symlink_to("..2")
         (tmp_path / "..data_tmp").rename(tmp_path / "..data")
         assert woken.next() == tmp_path / "file"
-        woken.drain()
+        (tmp_path / "then").touch()  # what came before it has been told when it is
+        woken.until(tmp_path / "then")
         (tmp_path / "another").touch()
-        with pytest.raises(queue.Empty):
-            woken.paths.get(timeout=0.1)
+        (tmp_path / "last").touch()
+        assert woken.until(tmp_path / "last") <= {tmp_path / "then"}
 
 
 def inotify_instances() -> int:
-    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another thread's, which is closed
+            links.append(os.readlink(path))
     return links.count("anon_inode:inotify")
 
 
+def watch_threads() -> int:
+    return sum(thread.name == "file-watch" for thread in threading.enumerate())
+
+
 def test_all_watches_of_a_process_share_one_inotify_instance(tmp_path: Path) -> None:
-    before, threads = inotify_instances(), threading.active_count()
+    before = inotify_instances()
+    assert watch_threads() == 0, "another test has left its watch"
     first, second = tmp_path / "a" / "file", tmp_path / "b" / "file"
     with watching(first) as (_, one), watching(second, first) as (_, both):
         assert inotify_instances() == before + 1
-        assert threading.active_count() == threads + 1
+        assert watch_threads() == 1
         second.parent.mkdir()
         second.write_text("x")
         assert both.next() == second
@@ -287,7 +306,7 @@ def test_all_watches_of_a_process_share_one_inotify_instance(tmp_path: Path) -> 
         assert one.next() == first
         assert both.next() == first
     assert inotify_instances() == before
-    assert threading.active_count() == threads
+    assert watch_threads() == 0
 
 
 def test_whoever_is_told_may_close_and_open_watches(tmp_path: Path) -> None:
@@ -322,21 +341,20 @@ def test_whoever_is_told_may_close_the_only_watch(tmp_path: Path) -> None:
     only = watch([tmp_path / "file"], wake)
     (tmp_path / "file").touch()
     assert closed.wait(SOON_S)
-    deadline = os.times().elapsed + SOON_S
-    while inotify_instances() > before and os.times().elapsed < deadline:
-        pass
-    assert inotify_instances() == before
+    until(lambda: inotify_instances() == before)
 
 
 def test_after_close_nothing_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    with watching(tmp_path / "other"):
-        for _ in range(5):
+    path, others = tmp_path / "file", [tmp_path / f"{number}" for number in range(5)]
+    with watching(*others) as (_, told):
+        for other in others:
             with watching(path) as (_, woken):
                 path.write_text("x")
-            woken.drain()
+            before = woken.paths.qsize()
             path.write_text("y")
-            assert woken.paths.empty()
+            other.touch()  # told when all before it has been
+            told.until(other)
+            assert woken.paths.qsize() == before
 
 
 def test_closing_twice_and_at_once_is_fine(tmp_path: Path) -> None:
