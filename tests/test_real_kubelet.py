@@ -208,15 +208,23 @@ def test_pod_resources_can_be_slow_stale_or_failing(
         pod_resources(k)
     assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
 
-    k.disturb_pod_resources(after_s=60)
     with grpc.insecure_channel(f"unix://{k.pod_resources}") as channel:
         stub = service.PodResourcesListerStub(channel)
-        before = stub.List.future(api.ListPodResourcesRequest(), timeout=10)
-        time.sleep(0.1)  # no sign says that the kubelet has looked
-        k.admit(pod("a", {GPU: 1}))
-        k.disturb_pod_resources()
-        assert not before.result().pod_resources
-        assert len(stub.List(api.ListPodResourcesRequest()).pod_resources) == 1
+
+        def before_a_pod(looks_after_s: float) -> api.ListPodResourcesResponse:
+            """What a call says that was made so long before the pod was admitted."""
+            k.disturb_pod_resources(after_s=60)
+            before = stub.List.future(api.ListPodResourcesRequest(), timeout=60)
+            time.sleep(looks_after_s)
+            k.admit(pod("a", {GPU: 1}))
+            k.disturb_pod_resources()
+            assert len(stub.List(api.ListPodResourcesRequest()).pod_resources) == 1
+            k.remove("a")
+            answer: api.ListPodResourcesResponse = before.result()
+            return answer
+
+        # No sign says that the kubelet has looked.
+        assert any(not before_a_pod(pause_s).pod_resources for pause_s in (0.1, 1, 10))
 
 
 @pytest.mark.parametrize(("limited", "refused"), [(True, True), (False, False)])
@@ -226,7 +234,8 @@ def test_the_rate_limit_is_the_kubelets_and_can_be_off(
     k = kubelet(rate_limit=limited)
     with grpc.insecure_channel(f"unix://{k.pod_resources}") as channel:
         stub = service.PodResourcesListerStub(channel)
-        calls = [stub.List.future(api.ListPodResourcesRequest(), timeout=5) for _ in range(60)]
+        # Far more than are allowed in the time that they take on a busy machine.
+        calls = [stub.List.future(api.ListPodResourcesRequest(), timeout=60) for _ in range(600)]
         codes = {call.code() for call in calls}
     assert (grpc.StatusCode.RESOURCE_EXHAUSTED in codes) is refused
 
