@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -31,7 +31,7 @@ from rte.kubelet.state import (
 )
 from rte.kubelet.usage import KubeletError, ask_allocatable, parse_allocatable, read_usage
 from rte.kubelet.watch import FileWatch, Signature, signature, watch
-from rte.model import Faults, Machine, Observation, PodFacts, Policy, Usage, rfc3339
+from rte.model import DeviceUse, Faults, Machine, Observation, PodFacts, Policy, Usage, rfc3339
 from rte.pacer import Due, Pace, Pacer
 from rte.problems import Problems
 from rte.publish.access import ApiError
@@ -136,6 +136,8 @@ class Sources(NamedTuple):
     pods: Callable[[], tuple[PodFacts, ...] | None] = lambda: None
     node_allocatable: Callable[[], Mapping[str, int]] = dict  # may raise ApiError
     withheld: Callable[[], Mapping[str, str]] = dict  # cordoned devices and the reason
+    advertised: Callable[[], tuple[DeviceUse, ...] | None] = lambda: None
+    """What the device plugin of this process lists."""
     listed: Callable[[Usage, float], None] = lambda usage, asked: None
     """Told each list as it comes, believed or not, and when it was asked for (monotonic)."""
 
@@ -213,8 +215,10 @@ class Counts:
         self.last_publish_s: float | None = None
 
 
-Compose = Callable[[Observation], Iterable[Mapping[str, object]]]
-"""The bodies that say what was observed: NodeResourceTopology, GPUFabric, the Node's labels."""
+Body = Mapping[str, object]
+Compose = Callable[[Observation], Iterable[Body]]
+"""The bodies that say what was observed: the NodeResourceTopology first, which waits for nothing,
+then GPUFabric and the Node's labels. What comes after the first may raise ApiError."""
 
 
 class Agent:
@@ -261,13 +265,13 @@ class Agent:
         self._node_allocatable: Mapping[str, int] | None = None
         self._rereads = 0
         self._node_failures = 0  # to read it, in a row
-        self._bodies: Mapping[str, Mapping[str, object]] = {}  # by kind, as last published
+        self._topology: Body | None = None  # as last published
         self._sink_is_due = True
         self._reread_failed = False
         self._other_failed: ApiError | None = None  # of what schedulers do not read
         self._other_failures = 0  # in a row
         self._others_at = 0.0  # when they are tried again
-        self._is_held = False
+        self._held: frozenset[str] = frozenset()  # kinds
         self._is_failing = False  # something, since the last good look
         self._busy_since: float | None = None
         self._unanswered: Reasons = {}  # until a look is published
@@ -328,9 +332,10 @@ class Agent:
         """Why the kubelet's files are polled, or None."""
         return self._watch.polling if self._watch else None
 
-    def published(self, kind: str) -> Mapping[str, object] | None:
-        """The body of this kind as last published by this process, or None."""
-        return self._bodies.get(kind)
+    @property
+    def topology(self) -> Body | None:
+        """The NodeResourceTopology as last published by this process, or None."""
+        return self._topology
 
     def not_ready(self) -> Mapping[str, str]:
         """What stands between the node and a right object, by subject, in words; empty: nothing.
@@ -478,6 +483,7 @@ class Agent:
             pods=pods,
             node_allocatable=self._own_node_allocatable(),
             withheld=self._sources.withheld(),
+            advertised=self._sources.advertised(),
         )
 
     def _read_kubelet(self) -> tuple[Look, tuple[PodFacts, ...] | None]:
@@ -568,27 +574,24 @@ class Agent:
         return self._node_allocatable
 
     def _publish(self, observation: Observation, *, since: float, now: float) -> None:
-        bodies = {str(body["kind"]): body for body in self._compose(observation)}
-        outcomes = [self.sink.publish(bodies[NRT_KIND], now)] if NRT_KIND in bodies else []
-        outcomes += self._publish_others(bodies, now)
+        bodies = iter(self._compose(observation))
+        topology = next(bodies)
+        outcome = self.sink.publish(topology, now)
+        wakes = outcome.wrote is not Wrote.CREATED and may_wake(self._topology, topology)
+        self._topology = topology
+        outcomes = [outcome, *self._publish_others(bodies, now)]
         wrote = any(outcome.wrote.is_write for outcome in outcomes)
         self._reread_failed = self._reread_failed and not wrote
         if self._other_failed is None and not self._reread_failed:
             self.problems.end("API server")
         self._sink_is_due = self._other_failed is not None
         self._unanswered = {}
-        wakes = any(
-            may_wake(self._bodies.get(outcome.kind), bodies[outcome.kind])
-            for outcome in outcomes
-            if outcome.kind == NRT_KIND and outcome.wrote is not Wrote.CREATED
-        )
-        self._bodies = bodies
         self._count(outcomes)
         end = self.clock()
-        self._is_held = any(outcome.wrote is Wrote.HELD for outcome in outcomes)
+        self._note_held(outcomes)
         if not self._is_held:
             self.published_at = end
-        if not self._is_held and self._other_failed is None:
+        if not self._held and self._other_failed is None:
             self.on_published()
         if wrote:
             self.counts.last_publish_s = end - since
@@ -598,22 +601,26 @@ class Agent:
         self._pacer_looked(end, wrote=wrote, wakes=wakes)
         self._report_others(now, outcomes)
 
-    def _publish_others(
-        self, bodies: Mapping[str, Mapping[str, object]], now: float
-    ) -> list[Outcome]:
-        """All but what schedulers read, which waits for none of them: where one cannot be written,
-        such as without its custom resource definition, they are tried again by themselves."""
+    def _publish_others(self, bodies: Iterator[Body], now: float) -> list[Outcome]:
+        """All but what schedulers read, which waits for none of them: where one cannot be composed
+        or written, such as without its custom resource definition, they are tried again by
+        themselves."""
         if now < self._others_at:
             return []
         outcomes: list[Outcome] = []
-        self._other_failed = None
-        for body in (bodies[kind] for kind in bodies if kind != NRT_KIND):
-            try:
-                outcomes.append(self.sink.publish(body, now))
-            except ApiError as error:
-                self._other_failed = error
-                self.counts.failures["API server", error.reason] += 1
-                self.problems.report("API server", refused(error))
+        errors: list[ApiError] = []
+        try:
+            for body in bodies:
+                try:
+                    outcomes.append(self.sink.publish(body, now))
+                except ApiError as error:
+                    errors.append(error)
+        except ApiError as error:  # of what a body goes by
+            errors.append(error)
+        for failed in errors:
+            self.counts.failures["API server", failed.reason] += 1
+            self.problems.report("API server", refused(failed))
+        self._other_failed = errors[-1] if errors else None
         if self._other_failed is None:
             self._other_failures = 0
             return outcomes
@@ -626,11 +633,22 @@ class Agent:
         )
         return outcomes
 
+    @property
+    def _is_held(self) -> bool:
+        """Whether what schedulers read is held back."""
+        return NRT_KIND in self._held
+
+    def _note_held(self, outcomes: Iterable[Outcome]) -> None:
+        for outcome in outcomes:
+            self._held -= {outcome.kind}
+            if outcome.wrote is Wrote.HELD:
+                self._held |= {outcome.kind}
+
     def _tell_stale(self) -> None:
         """Adds to the published object since when nothing has been known; the next good look takes
         that away."""
         now = self.clock()
-        body = self._bodies.get(NRT_KIND)
+        body = self._topology
         if not self._stale_s or self.observed_at is None or body is None:
             return
         late_s = now - self.observed_at
@@ -643,7 +661,7 @@ class Agent:
         except ApiError as error:
             self.problems.report("API server", str(error))
             return
-        self._bodies = {**self._bodies, NRT_KIND: body}
+        self._topology = body
         log.warning("published that nothing has been known for %.0f s", late_s)
 
     def _pacer_looked(self, now: float, *, wrote: bool, wakes: bool = False) -> None:
@@ -684,7 +702,7 @@ class Agent:
         self._reread_failed = False
         if self._other_failed is None:
             self.problems.end("API server")
-        self._is_held = any(outcome.wrote is Wrote.HELD for outcome in outcomes)
+        self._note_held(outcomes)
         self._count(outcomes)
         self._report_others(now, outcomes)
         for outcome in outcomes:

@@ -189,7 +189,8 @@ class Publisher(Protocol):
     def clock(self) -> Callable[[], float]: ...
     @property
     def polling(self) -> str | None: ...
-    def published(self, kind: str) -> Mapping[str, Any] | None: ...
+    @property
+    def topology(self) -> Mapping[str, Any] | None: ...
 
 
 class Worker(Protocol):
@@ -311,7 +312,7 @@ def publisher_metrics(publisher: Publisher, disagreement: bool | None) -> Iterat
         yield _gauge("rte_fingerprint_disagreement", [((), int(disagreement))])
     if publisher.observation is not None:
         yield from observation_metrics(publisher.observation)
-    yield from forecast_metrics(publisher.published("NodeResourceTopology") or {})
+    yield from forecast_metrics(publisher.topology or {})
 
 
 def observation_metrics(observation: Observation) -> Iterator[Metric]:

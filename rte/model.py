@@ -556,3 +556,6 @@ class Observation:
     faults: Faults = field(default_factory=dict)
     withheld: Mapping[str, str] = field(default_factory=dict)
     """Cordoned devices: id or PCI address → the operator's reason."""
+    advertised: tuple[DeviceUse, ...] | None = None
+    """What the device plugin of this process lists to the kubelet, healthy or not. None: there is
+    none here, and what one lists follows from the rest."""

@@ -240,7 +240,7 @@ def publisher() -> SimpleNamespace:
             allocatable=Allocatable(devices=use(0, 1, 2)),
             policy=None,
         ),
-        published=lambda kind: {
+        topology={
             "attributes": [
                 {"name": f"largestAligned.{GPU}", "value": "2"},
                 {"name": "rteVersion", "value": "1"},

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,7 @@ from rte.graph.build import Graph
 from rte.graph.groups import Group, Remembered, groups
 from rte.kubelet.usage import claimed
 from rte.model import DeviceUse, Machine, Observation, PciAddress, rfc3339
+from rte.publish.access import ApiError
 from rte.publish.accounting import Unbound
 from rte.publish.fabric import fabric
 from rte.publish.fingerprint import InformerMode
@@ -30,15 +32,8 @@ log = logging.getLogger(__name__)
 Body = Mapping[str, Any]
 
 
-class Before(NamedTuple):
-    """What the next bodies continue."""
-
-    fabric: Body | None  # the GPUFabric object as it last was; its history goes on
-    groups: Remembered
-
-
 class Composer:
-    """Bodies of one node's objects. Between two calls it remembers `before`, and nothing else."""
+    """Bodies of one node's objects, each of which continues what was said before it."""
 
     def __init__(
         self,
@@ -46,20 +41,18 @@ class Composer:
         node: str,
         graph_of: Callable[[Machine], Graph],
         *,
-        advertised: Callable[[], tuple[DeviceUse, ...]] | None = None,
-        published_fabric: Callable[[], Body | None] | None = None,
+        published_fabric: Callable[[], Body | None] = lambda: None,
         node_uid: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """`advertised` are the devices that the plugin of this process lists; without one they
-        follow from the machine as a plugin with this configuration would list them.
-        `published_fabric` reads the GPUFabric object that a former process left, `node_uid` the
+        """`published_fabric` reads the GPUFabric object that a former process left, `node_uid` the
         Node's UID; both may raise ApiError. Raises ConfigError for a label that there is not.
         """
         self.config = config  # in force
-        self.before: Before | None = None  # until something has been composed
+        self._remembered: Remembered | None = None  # of the groups; None: nothing was composed yet
+        self._fabric: Body | None = None  # as it last was; its history goes on
+        self._is_fabric_known = False  # whether that of a former process has been read
         self._node = node
         self._graph_of = graph_of
-        self._advertised = advertised
         self._published_fabric = published_fabric
         self._node_uid = node_uid
         self._label_keys = parts.label_keys(config)
@@ -72,18 +65,19 @@ class Composer:
             nrt=msgspec.structs.replace(config.nrt, fabric=self.config.nrt.fabric),
         )
 
-    def __call__(self, observation: Observation) -> Iterable[Body]:
+    def __call__(self, observation: Observation) -> Iterator[Body]:
+        """The NodeResourceTopology comes first and whatever cannot be read. What comes after it may
+        raise ApiError."""
         config = self.config
-        before = self._former() if self.before is None else self.before
         graph = self._graph_of(observation.machine)
+        before = self._former_groups() if self._remembered is None else self._remembered
         found = self._groups(graph, before)
-        self.before = Before(
-            self._fabric(observation, graph, found, before) if config.nrt.fabric else None,
-            before.groups.after(graph, found, configured=config.groups.names),
-        )
+        self._remembered = before.after(graph, found, configured=config.groups.names)
         yield self._topology(observation, graph, found)
-        if self.before.fabric is not None:
-            yield self.before.fabric
+        if config.nrt.fabric:
+            self._read_fabric()
+            self._fabric = self._fabric_of(observation, graph, found)
+            yield self._fabric
         if config.labels.write != "none" and config.nrt.publish:
             uid = self._node_uid() if Label.TOPOLOGY in self._label_keys else None
             said = labels(observation.machine, found, node_uid=uid, keys=self._label_keys)
@@ -94,21 +88,27 @@ class Composer:
 
     def groups(self, graph: Graph) -> tuple[Group, ...]:
         """The NVLink groups as the published objects name them."""
-        return self._groups(graph, self.before or Before(None, Remembered()))
+        return self._groups(graph, self._remembered or Remembered())
 
-    def _groups(self, graph: Graph, before: Before) -> tuple[Group, ...]:
+    def _groups(self, graph: Graph, before: Remembered) -> tuple[Group, ...]:
         chosen = self.config.groups
-        return groups(graph, by=chosen.by, names=chosen.names, before=before.groups)
+        return groups(graph, by=chosen.by, names=chosen.names, before=before)
 
-    def _former(self) -> Before:
-        """What a former process published: its history, and what it called the groups."""
-        if not self.config.nrt.fabric or self._published_fabric is None:
-            return Before(None, Remembered())
-        published = self._published_fabric()
-        gpus = ((published or {}).get("status") or {}).get("gpus") or ()
+    def _former_groups(self) -> Remembered:
+        """What a former process called the groups, where its object can be read."""
+        if self.config.nrt.fabric:
+            with contextlib.suppress(ApiError):  # its history is not told before it is read
+                self._read_fabric()
+        gpus = ((self._fabric or {}).get("status") or {}).get("gpus") or ()
         names = {PciAddress(gpu["pci"]): gpu["group"] for gpu in gpus if gpu.get("group")}
         ours = {pci: name for pci, name in names.items() if name not in self.config.groups.names}
-        return Before(published, Remembered(names=ours))
+        return Remembered(names=ours)
+
+    def _read_fabric(self) -> None:
+        """What a former process told of the hardware, once. Raises ApiError."""
+        if not self._is_fabric_known:
+            self._fabric = self._published_fabric()
+            self._is_fabric_known = True
 
     def _topology(
         self, observation: Observation, graph: Graph, found: Sequence[Group]
@@ -132,15 +132,15 @@ class Composer:
         )
 
     def _ours(self, observation: Observation) -> tuple[DeviceUse, ...]:
-        if self._advertised is not None:
-            return self._advertised()
+        if observation.advertised is not None:
+            return observation.advertised
         listed = devices(
             observation.machine, observation.faults, options=parts.advertising(self.config)
         )
         return parts.uses(listed.resources.items())
 
-    def _fabric(
-        self, observation: Observation, graph: Graph, found: Sequence[Group], before: Before
+    def _fabric_of(
+        self, observation: Observation, graph: Graph, found: Sequence[Group]
     ) -> dict[str, Any]:
         return fabric(
             observation.machine,
@@ -150,7 +150,7 @@ class Composer:
             node_name=self._node,
             node_uid=None,
             now=rfc3339(time.time()),
-            previous=before.fabric,
+            previous=self._fabric,
         )
 
 

@@ -147,12 +147,7 @@ class DemoNode:
             parts.plugin_options(self.config),
             on_allocate=lambda: self.agent.wake(Reason.ALLOCATE),
         )
-        self.composer = Composer(
-            self.config,
-            NODE,
-            lambda _: self.graph,
-            advertised=lambda: parts.advertised(self.plugin),
-        )
+        self.composer = Composer(self.config, NODE, lambda _: self.graph)
         self.groups: tuple[Group, ...] = self.composer.groups(self.graph)
         self.journal = Journal(out, self.composer)
         self.agent = self._agent()
@@ -167,6 +162,7 @@ class DemoNode:
             sources=Sources(
                 policy=parts.kubelet_policy(self.config, configuration),
                 node_allocatable=lambda: self.kubelet.state.allocatable,
+                advertised=lambda: parts.advertised(self.plugin),
             ),
             compose=self.journal.compose,
             sink=self.journal,

@@ -22,7 +22,7 @@ from rte.publish.access import ApiError
 from rte.publish.disagreement import rules_disagree
 from rte.publish.events import Announcer
 from rte.publish.fingerprint import InformerMode
-from rte.publish.nrt import KIND, FingerprintMethod
+from rte.publish.nrt import FingerprintMethod
 from rte.publish.pods import PodWatch
 from rte.publish.publisher import ApiSink, FolderSink, NoSink, Sink
 
@@ -32,7 +32,7 @@ class Objects(NamedTuple):
 
     sources: Sources
     sink: Sink
-    published_fabric: Callable[[], Mapping[str, Any] | None] | None = None
+    published_fabric: Callable[[], Mapping[str, Any] | None] = lambda: None
     node_uid: Callable[[], str | None] = lambda: None
     pod_watch: Watch | None = None
     announcer: Announcer | None = None
@@ -69,14 +69,16 @@ class Publisher:
             config,
             node,
             graph_of,
-            advertised=None if plugin is None else lambda: parts.advertised(plugin),
             published_fabric=self.objects.published_fabric,
             node_uid=self.objects.node_uid,
         )
         sources = self.objects.sources._replace(withheld=withheld, pods=self.pods.read)
         if plugin is not None:
             observe = plugin.observe
-            sources = sources._replace(listed=lambda usage, asked: observe(usage, asked=asked))
+            sources = sources._replace(
+                listed=lambda usage, asked: observe(usage, asked=asked),
+                advertised=lambda: parts.advertised(plugin),
+            )
         self.agent = Agent(
             kubelet=parts.kubelet(config),
             hardware=hardware,
@@ -125,7 +127,7 @@ class Publisher:
     def disagreement(self) -> bool | None:
         """Whether the two rules for the fingerprint differ in what was published last; None where
         there is nothing to compare."""
-        observation, body = self.agent.observation, self.agent.published(KIND)
+        observation, body = self.agent.observation, self.agent.topology
         if observation is None or body is None:
             return None
         chosen = self.composer.config.nrt.fingerprint

@@ -1,0 +1,232 @@
+"""What a published value depends on: each change of it is noticed, and is one write.
+
+The whole publisher as `rte run` makes it, beside a real kubelet's managers and a real API server.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from plugin.life import DevicePlugin
+from rte.agent import Reason
+from rte.commands import parts
+from rte.commands.publisher import Publisher
+from rte.config import Config
+from rte.graph.build import build
+from rte.model import Fault, FaultClass, Faults, Machine
+from tests.conftest import StartKubelet
+from tests.generated import GPU
+from tests.http_faults import FaultyProxy
+from tests.real_apiserver import ApiServer as RealApiServer
+from tests.real_kubelet import Kubelet, numa_nodes
+from tests.small_machine import address, machine, slices, with_gpu
+from tests.waiting import until
+
+CRDS = Path(__file__).parents[1] / "crds"
+TOPOLOGIES = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/"
+GRAPHS = "/apis/rte.dev/v1alpha1/gpufabrics/"
+DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/"
+MIG = "nvidia.com/mig-1g.10gb"
+NUMBERS = itertools.count()
+Json = dict[str, Any]
+
+
+class Seen(msgspec.Struct, frozen=True):
+    machine: Machine
+    faults: Faults
+
+
+class Hardware:
+    """What discovery would tell, as the test says."""
+
+    def __init__(self) -> None:
+        self.latest = Seen(machine(), {})
+        self.subscribers: list[Callable[[Seen], None]] = []
+
+    def subscribe(self, callback: Callable[[Seen], None]) -> None:
+        self.subscribers.append(callback)
+        callback(self.latest)
+
+    def say(
+        self,
+        machine: Machine,
+        faults: Faults | None = None,
+        *,
+        before_telling: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.latest = Seen(machine, faults or {})
+        before_telling()
+        for callback in self.subscribers:
+            callback(self.latest)
+
+
+class World:
+    """One node with its publisher and, where there is one, its device plugin."""
+
+    def __init__(
+        self,
+        kubelet: Kubelet,
+        real: RealApiServer,
+        proxy: FaultyProxy,
+        folder: Path,
+        stack: ExitStack,
+        *,
+        plugs: bool,
+        config: Mapping[str, Any],
+    ) -> None:
+        self.name = f"inputs-{next(NUMBERS)}"
+        self.kubelet, self.real, self.proxy = kubelet, real, proxy
+        self.hardware = Hardware()
+        self.withheld: Mapping[str, str] = {}
+        self.node = real.create_node(self.name)
+        kubeconfig = real.write_kubeconfig(folder / "kubeconfig", token=real.token, url=proxy.url)
+        self.config = msgspec.convert(
+            {
+                "nodeName": self.name,
+                "kubelet": {
+                    "rootDir": str(kubelet.root),
+                    "configFile": str(kubelet.root / "config.yaml"),
+                    "podsApi": False,
+                    **config.get("kubelet", {}),
+                },
+                "api": {"kubeconfig": str(kubeconfig)},
+                **{key: value for key, value in config.items() if key != "kubelet"},
+            },
+            Config,
+        )
+        self.plugin: DevicePlugin | None = None
+        if plugs:
+            self.plugin = DevicePlugin(
+                replace(parts.plugin_options(self.config), is_told=True),
+                on_allocate=lambda: self.agent.wake(Reason.ALLOCATE),
+            )
+        self.publisher = Publisher(
+            self.config,
+            self.name,
+            hardware=self.hardware,  # type: ignore[arg-type]
+            graph_of=build,
+            plugin=self.plugin,
+            withheld=lambda: self.withheld,
+            out=None,
+            on_published=lambda: None,
+        )
+        self.agent = self.publisher.agent
+        self._stack = stack
+
+    def start(self) -> "World":
+        if self.plugin is not None:
+            plugin = self.plugin
+            self.hardware.subscribe(lambda seen: plugin.update(seen.machine, seen.faults))
+            plugin.start()
+            self._stack.callback(plugin.stop)
+        self._stack.callback(self.publisher.stop)
+        self.publisher.start()
+        self.until(lambda: self.publisher.pods.source)
+        return self
+
+    def topology(self) -> Json:
+        answer = self.real.request("GET", TOPOLOGIES + self.name)
+        return answer.body if answer.status == 200 else {"zones": [], "attributes": []}
+
+    def attribute(self, name: str) -> str | None:
+        found = {item["name"]: item["value"] for item in self.topology()["attributes"]}
+        return found.get(name)
+
+    def figures(self, resource: str) -> list[tuple[str, str, str]]:
+        """Capacity, allocatable and available of each zone that has the resource."""
+        return [
+            (each["capacity"], each["allocatable"], each["available"])
+            for zone in self.topology()["zones"]
+            for each in zone.get("resources", ())
+            if each["name"] == resource
+        ]
+
+    def until(self, holds: Callable[[], object], within_s: float = 30) -> None:
+        until(
+            holds,
+            lambda: (self.topology(), self.agent.problems.current(), vars(self.agent.counts)),
+            within_s=within_s,
+        )
+
+    def look(self) -> None:
+        """Returns when another look has been published, if there was anything new."""
+        looks = self.agent.counts.looks.total()
+        self.agent.wake(Reason.PODS)
+        self.until(lambda: self.agent.counts.looks.total() > looks)
+        self.until(lambda: self.agent._busy_since is None)
+
+    def asked(self, what: str) -> int:
+        """Requests so far whose path ends like that."""
+        return sum(path.endswith(what) for _, path, _ in self.proxy.seen)
+
+    def writes(self) -> int:
+        return sum(method != "GET" for method, _, _ in self.proxy.seen)
+
+
+MakeWorld = Callable[..., World]
+
+
+@pytest.fixture
+def world(
+    kubelet: StartKubelet, apiserver: RealApiServer, tmp_path: Path, stack: ExitStack
+) -> MakeWorld:
+    """Makes a node, which ends with the test. Its machine has two NUMA nodes with two GPUs each."""
+    apiserver.apply_files(*sorted(CRDS.glob("*/crd.yaml")))
+
+    def made(
+        kubelet_config: Mapping[str, Any] | None = None, *, plugs: bool = False, **config: Any
+    ) -> World:
+        of_node = numa_nodes(cpus=2, threads=1, memory="4Gi")
+        running = kubelet(kubelet_config or {}, machine=of_node)
+        proxy = stack.enter_context(FaultyProxy(apiserver))
+        return World(running, apiserver, proxy, tmp_path, stack, plugs=plugs, config=config)
+
+    return made
+
+
+# Other objects
+
+
+def test_what_schedulers_read_waits_for_no_definition_of_another_kind(
+    world: MakeWorld, apiserver: RealApiServer
+) -> None:
+    node = world()
+    apiserver.delete(f"{DEFINITIONS}gpufabrics.rte.dev")
+    until(lambda: apiserver.request("GET", GRAPHS + node.name).body.get("kind") != "Status")
+    try:
+        node.start()
+        node.until(lambda: node.topology()["zones"])
+        node.until(lambda: "gpufabrics" in node.agent.not_ready().get("API server", ""))
+        before = node.writes()
+        node.withheld = {node.hardware.latest.machine.gpus[0].pci: "repair"}
+        node.publisher.cordoned()
+        node.until(lambda: "withheld" in str(node.topology()["zones"]))
+        assert node.writes() == before + 1
+    finally:
+        apiserver.apply_files(CRDS / "gpufabric" / "crd.yaml")
+    node.until(lambda: not node.agent.not_ready())
+    assert apiserver.get(GRAPHS + node.name)["status"]["gpus"]
+
+
+# The device plugin of this process
+
+
+def test_devices_that_the_plugin_lists_later_than_a_look_are_in_the_capacity(
+    world: MakeWorld,
+) -> None:
+    """Slices of a GPU that is sick: the kubelet offers none of them, before and after."""
+    node = world(plugs=True, devices={"migStrategy": "mixed"})
+    sick = {address(0): (Fault(severity=FaultClass.WITHHOLD, reason="xid-79"),)}
+    node.hardware.latest = Seen(machine(), sick)
+    node.start()
+    node.until(lambda: node.figures(GPU) == [("2", "1", "1"), ("2", "2", "2")])
+    cut = with_gpu(machine(), 0, mig_enabled=True, slices=slices(0, "1g.10gb", "1g.10gb"))
+    node.hardware.say(cut, sick, before_telling=node.look)
+    node.until(lambda: node.figures(MIG) == [("2", "0", "0")])
+    assert node.figures(GPU) == [("1", "1", "1"), ("2", "2", "2")]
