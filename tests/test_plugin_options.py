@@ -14,7 +14,7 @@ from plugin.life import DevicePlugin
 from rte.commands.parts import plugin_options
 from rte.config import ConfigError, load
 from tests.real_kubelet import short_folder
-from tests.small_kubelet import GPUS, SmallKubelet, until
+from tests.small_kubelet import GPUS, SmallKubelet
 from tests.small_machine import address, machine, slices, uuid, with_gpu
 
 QUAD = machine((0, 0, 1, 1), pairs=[(0, 2), (1, 3)], cpu_nodes=(0, 1))
@@ -215,8 +215,8 @@ def test_gpus_are_resources_by_configured_group(
     assert "is in none of groups.names and is not advertised" in caplog.text
     # A broken link makes the group degraded, not renamed.
     plugin.update(machine((0, 0, 1, 1)), {})
-    assert until(lambda: set(kubelet.devices(first)) == {uuid(0), uuid(2)})
-    assert set(plugin.resources) == names
+    listed = {name: set(found.tables.devices) for name, found in plugin.resources.items()}
+    assert listed == {first: {uuid(0), uuid(2)}, second: {uuid(1)}}
 
 
 def test_config_of_nvidia_s_words_is_checked_by_key(tmp_path: Path) -> None:
