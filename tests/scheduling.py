@@ -13,11 +13,12 @@ from plugin.devices import Advertising, devices
 from plugin.life import DevicePlugin
 from plugin.life import Options as PluginOptions
 from rte.agent import Agent, Kubelet, Reason, Sources
+from rte.follower import Follower, Tell, Wake
 from rte.graph.build import build
 from rte.graph.groups import groups
 from rte.kubelet import admission, usage
 from rte.kubelet import node as kubelet_node
-from rte.kubelet.following import Follower, Tell, Wake
+from rte.kubelet.following import NodePods
 from rte.kubelet.policy import parse_policy, read_policy
 from rte.kubelet.spec import PodSpec
 from rte.kubelet.spec import parse_pod as parse_spec
@@ -413,7 +414,7 @@ class RealNode:
             on_allocate=lambda: self.agent.wake(Reason.ALLOCATE),
         )
 
-    def follow_pods(self, wake: Wake, tell: Tell) -> Follower:
+    def follow_pods(self, wake: Wake, tell: Tell) -> Follower | NodePods:
         return PodWatch(client(self.cluster.real), self.name, wake, tell)
 
     def start(self) -> None:

@@ -19,11 +19,12 @@ from typing import Any
 import grpc
 import pytest
 
+from rte.follower import Follower, Tell, Wake
 from rte.kubelet import following, pods
 from rte.kubelet.api import pod_pb2 as core
 from rte.kubelet.api import pods_pb2 as api
 from rte.kubelet.api import pods_pb2_grpc as rpc
-from rte.kubelet.following import Follower, NodePods, Source, Tell, Wake
+from rte.kubelet.following import NodePods, Source
 from rte.kubelet.pods import ABSENT, RETRY_NOT_SERVED_S, PodsApi, parse_pods, retry_s
 from rte.kubelet.usage import KubeletError
 from rte.model import PodFacts, PodName
@@ -48,7 +49,7 @@ until = partial(waiting.until, within_s=20)
 class Followed:
     """A follower that runs, what it said whenever it called, and what it told."""
 
-    def __init__(self, make: Callable[[Wake, Tell], Follower]) -> None:
+    def __init__(self, make: Callable[[Wake, Tell], Follower | NodePods]) -> None:
         self.woken: list[dict[str, str] | None] = []
         self.told: list[str | None] = []
         self.follower = make(self.wake, self.told.append)

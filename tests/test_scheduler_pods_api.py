@@ -6,7 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from rte.kubelet.following import Follower, NodePods, Source, Tell, Wake
+from rte.follower import Tell, Wake
+from rte.kubelet.following import NodePods, Source
 from rte.model import PodName
 from rte.pacer import Pace
 from rte.publish.fingerprint import InformerMode, fingerprint
@@ -33,7 +34,7 @@ SOURCE = "kubernetes.io/config.source"
 class ToldNode(RealNode):
     """Nobody but the kubelet tells this publisher of the pods."""
 
-    def follow_pods(self, wake: Wake, tell: Tell) -> Follower:
+    def follow_pods(self, wake: Wake, tell: Tell) -> NodePods:
         return NodePods(socket=self.kubelet.pods_api, api_server=None, wake=wake, tell=tell)
 
     def until_published(self, running: Collection[str]) -> None:

@@ -10,23 +10,13 @@ import threading
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
 
+from rte.follower import Follower, Tell, Wake
 from rte.kubelet.pods import PodsApi
 from rte.model import PodFacts
 
 RESTART_S = 10.0
 """A kubelet that has served its API is waited for so long: a restart takes seconds."""
-
-
-class Follower(Protocol):
-    """One way to follow the pods of this node, in a thread of its own."""
-
-    @property
-    def problem(self) -> str | None: ...
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def read(self) -> tuple[PodFacts, ...] | None: ...
 
 
 class Source(StrEnum):
@@ -36,8 +26,6 @@ class Source(StrEnum):
     API_SERVER = "api-server"
 
 
-Wake = Callable[[], None]
-Tell = Callable[[str | None], None]
 Watch = Callable[[Wake, Tell], Follower]
 """Makes one that follows the pods at the API server."""
 

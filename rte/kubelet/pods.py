@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from rte.backoff import doubled_s
+from rte.follower import FORGET_S, Follower, Tell, Wake
 from rte.kubelet.api import pod_pb2 as core
 from rte.kubelet.api import pods_pb2 as api
 from rte.kubelet.api import pods_pb2_grpc as rpc
@@ -32,8 +33,6 @@ from rte.model import PodFacts, PodName
 log = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
-FORGET_S = 60.0
-"""Facts that could not be followed for so long are none."""
 LOOK_S = 60.0
 """The list is asked for so often though nothing is told."""
 LOOK_FIRST_S, LOOK_LAST_S = 0.1, 10.0
@@ -59,37 +58,22 @@ LIST = "pods API ListPods"
 WATCH = "pods API WatchPods"
 
 
-class PodsApi:
-    """Follows this node's pods in a thread; `read` is what is known now."""
+class PodsApi(Follower):
+    """Follows the pods of a node at its kubelet."""
 
-    def __init__(
-        self,
-        socket: Path,
-        wake: Callable[[], None],
-        tell: Callable[[str | None], None],
-    ) -> None:
-        """`wake` is called after each change of what `read` says, `tell` with why the pods are not
-        followed, and with None when they are again."""
-        self.problem: str | None = None
+    def __init__(self, socket: Path, wake: Wake, tell: Tell) -> None:
+        super().__init__(wake, tell, thread="pods-api")
         self.absent = False  # the problem is that the kubelet has no such API
         self._socket = socket
-        self._wake = wake
-        self._tell = tell
-        self._condition = threading.Condition(threading.RLock())  # of all below
-        self._facts: Mapping[PodName, PodFacts] | None = None
-        self._lost_at: float | None = float("-inf")  # since when the facts are not followed
-        self._stopped = threading.Event()
         self._made_anew = False  # the socket, since it was last tried
         self._awaited: Signature | None = None  # the socket of a kubelet that was initializing
         self._channel: grpc.Channel | None = None
-        self._thread = threading.Thread(target=self._run, name="pods-api", daemon=True)
 
     def start(self) -> None:
         self._files = watch([self._socket], lambda _: self._anew())
-        self._thread.start()
+        super().start()
 
     def stop(self) -> None:
-        """Returns when the threads have ended."""
         self._files.close()
         with self._condition:
             self._stopped.set()
@@ -97,20 +81,6 @@ class PodsApi:
             if self._channel is not None:
                 self._channel.close()
         self._thread.join()
-
-    def read(self) -> tuple[PodFacts, ...] | None:
-        """The pods by name, or None when they are not known or have not been followed lately."""
-        with self._condition:
-            facts, lost_s = self._facts, self.lost_s
-        if facts is None or (lost_s is not None and lost_s > FORGET_S):
-            return None
-        return tuple(facts[name] for name in sorted(facts))
-
-    @property
-    def lost_s(self) -> float | None:
-        """How long the pods have not been followed: infinite before they first were, None now."""
-        with self._condition:
-            return None if self._lost_at is None else time.monotonic() - self._lost_at
 
     def _anew(self) -> None:
         with self._condition:
@@ -130,7 +100,8 @@ class PodsApi:
                 failures = 1 if self.lost_s is None else failures + 1
                 wait_s = retry_s(error.code, failures)
                 if not self._stopped.is_set():
-                    self._lose(error)
+                    self.absent = error.code in ABSENT
+                    self._lose(str(error))
             except ValueError:
                 if not self._stopped.is_set():
                     raise
@@ -215,26 +186,6 @@ class PodsApi:
         """What was last followed, unless it is too long ago to say anything."""
         lost_s = self.lost_s
         return self._facts or {} if lost_s is None or lost_s < FORGET_S else {}
-
-    def _take(self, facts: Mapping[PodName, PodFacts]) -> None:
-        with self._condition:
-            changed = facts != self._facts
-            self._facts = facts
-            self._lost_at = None
-        if self.problem is not None:
-            self.problem = None
-            self._tell(None)
-        if changed:
-            self._wake()
-
-    def _lose(self, error: KubeletError) -> None:
-        with self._condition:
-            if self._lost_at is None:
-                self._lost_at = time.monotonic()
-        self.absent = error.code in ABSENT
-        if self.problem != str(error):
-            self.problem = str(error)
-            self._tell(self.problem)
 
 
 class Told:

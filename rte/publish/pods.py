@@ -7,14 +7,13 @@ kept.
 from __future__ import annotations
 
 import random
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 import msgspec
 
 from rte.backoff import doubled_s, ordered_s
+from rte.follower import Follower, Tell, Wake
 from rte.model import PodFacts, PodName
 from rte.publish.access import ApiError
 from rte.publish.apply import ApiServer
@@ -22,53 +21,25 @@ from rte.publish.apply import ApiServer
 T = TypeVar("T")
 
 WATCH_S = 86400.0  # the server ends the watch then, as it was asked to, and is asked anew
-FORGET_S = 60.0  # facts that could not be followed for so long are none
 RETRY_FIRST_S = 1.0
 RETRY_LONGEST_S = 60.0
 MIRRORED = "kubernetes.io/config.mirror"  # the UID that the kubelet gave to a static pod
 FORBIDDEN_RETRY_S = 300.0  # a right that an installation leaves out on purpose
 
 
-class PodWatch:
-    """Follows this node's pods in a thread; `read` is what is known now."""
+class PodWatch(Follower):
+    """Follows the pods of a node at the API server."""
 
-    def __init__(
-        self,
-        api: ApiServer,
-        node: str,
-        wake: Callable[[], None],
-        tell: Callable[[str | None], None],
-    ) -> None:
-        """`wake` is called after each change of what `read` says, `tell` with why the pods are not
-        followed, and with None when they are again."""
-        self.problem: str | None = None
-        self._tell = tell
+    def __init__(self, api: ApiServer, node: str, wake: Wake, tell: Tell) -> None:
+        super().__init__(wake, tell, thread="pod-watch")
         self._api = api
         self._node = node
-        self._wake = wake
-        self._lock = threading.Lock()
-        self._facts: dict[PodName, PodFacts] | None = None
-        self._lost_at: float | None = None  # since when the facts are not followed
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pod-watch", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def stop(self) -> None:
         """Returns when the thread has ended; ends the API server's other watches too."""
         self._stopped.set()
         self._api.close()
         self._thread.join()
-
-    def read(self) -> tuple[PodFacts, ...] | None:
-        """The pods by name, or None when they are not known or have not been followed lately."""
-        with self._lock:
-            if self._facts is None:
-                return None
-            if self._lost_at is not None and time.monotonic() - self._lost_at > FORGET_S:
-                return None
-            return tuple(self._facts[name] for name in sorted(self._facts))
 
     def _run(self) -> None:
         failures = 0
@@ -80,61 +51,28 @@ class PodWatch:
                 if self._stopped.is_set():
                     return
                 failures = 1 if self.problem is None else failures + 1
-                self._lose(error)
+                if error.status != 410:  # the version is too old: the next list is in order
+                    self._lose(str(error))
                 self._stopped.wait(retry_s(error, failures, chance=random.random()))
 
     def _follow(self) -> None:
         """Lists the pods and follows them until a watch cannot be continued. Raises ApiError."""
         items, version = self._api.list_pods(self._node)
         facts = {pod.pod: pod for pod in map(parse_pod, items)}
-        self._update(lambda known: known is None or known != facts, facts)
         while not self._stopped.is_set():
             changes = self._api.watch_pods(self._node, version=version, for_s=WATCH_S)
             for change in changes:
                 if self._stopped.is_set():
                     return  # it was too late for `stop` to end this watch
-                if change is None:
-                    self._regain()
-                    continue
-                kind, text = change
-                version = _decoded(text, _Versioned).metadata.resourceVersion
-                if kind != "BOOKMARK":
-                    pod = parse_pod(text)
-                    now = dict(facts)
-                    if kind == "DELETED":
-                        now.pop(pod.pod, None)
-                    else:
-                        now[pod.pod] = pod
-                    if now != facts:
-                        facts = now
-                        self._update(lambda _: True, facts)
-
-    def _update(
-        self,
-        differs: Callable[[dict[PodName, PodFacts] | None], bool],
-        facts: dict[PodName, PodFacts],
-    ) -> None:
-        with self._lock:
-            changed = differs(self._facts)
-            self._facts = facts
-        if changed:
-            self._wake()
-
-    def _regain(self) -> None:
-        with self._lock:
-            self._lost_at = None
-        if self.problem is not None:
-            self.problem = None
-            self._tell(None)
-
-    def _lose(self, error: ApiError) -> None:
-        if error.status == 410:  # the version is too old: the next list is in order
-            return
-        with self._lock:
-            self._lost_at = self._lost_at or time.monotonic()
-        if self.problem != str(error):
-            self.problem = str(error)
-            self._tell(self.problem)
+                if change is not None:
+                    kind, text = change
+                    version = _decoded(text, _Versioned).metadata.resourceVersion
+                    if kind != "BOOKMARK":
+                        pod = parse_pod(text)
+                        facts = {**facts, pod.pod: pod}
+                        if kind == "DELETED":
+                            del facts[pod.pod]
+                self._take(facts)
 
 
 def retry_s(error: ApiError, failures: int, *, chance: float) -> float:

@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from rte.follower import Follower
 from rte.kubelet.api import pods_pb2 as api
 from rte.kubelet.api import pods_pb2_grpc as rpc
-from rte.kubelet.following import Follower
 from rte.kubelet.pods import PodsApi, parse_pods
 from rte.kubelet.usage import channel
 from rte.publish.access import Access
