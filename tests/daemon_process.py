@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +18,7 @@ from typing import Any, Self
 import urllib3
 import yaml
 
+from plugin.api import deviceplugin_pb2 as api
 from rte.model import PciAddress
 from rte.sources.recorded import read_recorded, unpack
 from tests.config_map import write_config_map
@@ -65,6 +67,7 @@ class DaemonProcess:
         }
         self.file = folder / "config/rte.yaml"
         self.log_file = folder / "log"
+        self.lists_before = 0  # of whole GPUs, when the process was started
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -91,6 +94,7 @@ class DaemonProcess:
         """Starts it, without waiting for anything."""
         self.config |= changed
         self.write_config()
+        self.lists_before = len(self.kubelet.lists[GPUS])
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rte", self.role, "--config", str(self.file), *arguments],
@@ -102,10 +106,9 @@ class DaemonProcess:
         return self
 
     def registered(self) -> Self:
-        """Returns when the kubelet has its first list."""
-        before = len(self.kubelet.lists[GPUS])
+        """Returns when the kubelet has its first list since it was started."""
         self.kubelet.await_register(PATIENCE_S)
-        self.until(lambda: len(self.kubelet.lists[GPUS]) > before, "a list")
+        self.until(lambda: len(self.kubelet.lists[GPUS]) > self.lists_before, "a list")
         return self
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -134,7 +137,11 @@ class DaemonProcess:
     def wait(self, within_s: float = PATIENCE_S) -> int:
         """The exit status of a process that ends by itself."""
         assert self.process is not None
-        status = self.process.wait(within_s)
+        stopwatch = Stopwatch()
+        while (status := self.process.poll()) is None:
+            if stopwatch.past(within_s):
+                raise subprocess.TimeoutExpired(self.process.args, within_s)
+            time.sleep(0.01)
         self.process = None
         return status
 
@@ -172,10 +179,22 @@ class DaemonProcess:
     def until_logged(self, pattern: str, *, times: int = 1) -> None:
         self.until(lambda: len(re.findall(pattern, self.log())) >= times, pattern)
 
+    def logged_at(self, pattern: str) -> datetime:
+        """When the first such line was logged, in the time of the log."""
+        found = re.search(rf"^(\S+ \S+) [A-Z]+ .*{pattern}", self.log(), re.MULTILINE)
+        assert found, f"{pattern}\n{self.log()[-3000:]}"
+        return datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f")
+
     def unhealthy(self, resource: str = GPUS) -> list[int]:
         """Numbers of the GPUs that the last list calls Unhealthy."""
+        return self.sick(self.kubelet.devices(resource).values())
+
+    def was_unhealthy(self, *numbers: int) -> bool:
+        """Whether some list since the first called these GPUs Unhealthy, and no others."""
+        return any(self.sick(found.devices) == [*numbers] for found in self.kubelet.lists[GPUS])
+
+    def sick(self, listed: Iterable[api.Device]) -> list[int]:
         number = {str(gpu.uuid): gpu.number for gpu in self.gpus}
-        listed = self.kubelet.devices(resource).values()
         return sorted(number[d.ID] for d in listed if d.health != "Healthy")
 
     def until_unhealthy(self, *numbers: int) -> None:

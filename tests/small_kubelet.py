@@ -45,7 +45,8 @@ class SmallKubelet(rpc.RegistrationServicer):
         self.lists: dict[str, list[api.ListAndWatchResponse]] = defaultdict(list)
         self.options: list[api.DevicePluginOptions] = []
         self.refuse = 0  # so many calls of Register
-        self.watches = True
+        self.refused: list[float] = []  # when, monotonic seconds
+        self.unwatched = 0  # so many calls of Register are followed by no stream
         self.channels: dict[str, grpc.Channel] = {}
         self.threads: list[threading.Thread] = []
         self.server: grpc.Server | None = None
@@ -61,7 +62,7 @@ class SmallKubelet(rpc.RegistrationServicer):
         """As the kubelet does: remove all sockets, then make its own."""
         for path in self.folder.iterdir():
             if path.is_socket():
-                path.unlink()
+                path.unlink(missing_ok=True)  # its plugin may be ending
         self.pool = ThreadPoolExecutor(4, thread_name_prefix="kubelet")
         self.server = grpc.server(self.pool)
         rpc.add_RegistrationServicer_to_server(self, self.server)
@@ -83,10 +84,9 @@ class SmallKubelet(rpc.RegistrationServicer):
     def Register(self, request: api.RegisterRequest, context: Any) -> api.Empty:
         if self.refuse:
             self.refuse -= 1
+            self.refused.append(time.monotonic())
             context.abort(grpc.StatusCode.UNKNOWN, "not now")
         path = self.folder / request.endpoint
-        found = path.stat()
-        self.sockets[request.endpoint].append((found.st_ino, found.st_mtime_ns))
         channel = grpc.insecure_channel(
             f"unix:{path}",
             options=[
@@ -96,9 +96,18 @@ class SmallKubelet(rpc.RegistrationServicer):
         )
         stub = rpc.DevicePluginStub(channel)
         deadline = context.time_remaining()
-        self.options.append(stub.GetDevicePluginOptions(api.Empty(), timeout=deadline))
+        try:
+            found = path.stat()
+            options = stub.GetDevicePluginOptions(api.Empty(), timeout=deadline)
+        except (OSError, grpc.RpcError) as error:  # the plugin has gone meanwhile
+            channel.close()
+            context.abort(grpc.StatusCode.UNKNOWN, str(error))
+        self.sockets[request.endpoint].append((found.st_ino, found.st_mtime_ns))
+        self.options.append(options)
         self.channels[request.resource_name] = channel
-        if self.watches:
+        if self.unwatched:
+            self.unwatched -= 1
+        else:
             watch = threading.Thread(
                 target=self.follow,
                 args=(request.resource_name, stub.ListAndWatch(api.Empty())),
@@ -118,7 +127,8 @@ class SmallKubelet(rpc.RegistrationServicer):
             return
 
     def await_register(self, within_s: float = WITHIN_S) -> api.RegisterRequest:
-        return self.registered.get(timeout=within_s)
+        assert until(lambda: not self.registered.empty(), within_s), "no Register"
+        return self.registered.get()
 
     def devices(self, resource: str = GPUS) -> Mapping[str, api.Device]:
         """The last list by id; waits for the first."""

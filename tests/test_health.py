@@ -15,9 +15,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from plugin.api import deviceplugin_pb2 as api
 from rte.discovery.reading import NvmlReading
 from rte.model import PciAddress
-from tests.bench.hang import measure
+from tests.bench.hang import age_s
 from tests.daemon_process import ROOT, DaemonProcess
 from tests.fake_nvml import MIG_CONFIG_CHANGE, XID
 from tests.small_kubelet import GPUS
@@ -114,8 +115,12 @@ def test_a_driver_loaded_while_we_were_away_is_evidence_and_the_cool_down_still_
     daemon.end()
     daemon.load_driver()
     daemon.start().registered()
-    assert daemon.unhealthy() == [4]
     daemon.until_unhealthy()
+    known, ended = (
+        daemon.logged_at(line)
+        for line in (r"remembered: the driver reported Xid 95", r"gpu-4 \(\S+\) no longer xid-95")
+    )
+    assert ended - known >= timedelta(seconds=1)
 
 
 def test_a_damaged_file_of_faults_is_said_and_ignored(make: Make) -> None:
@@ -178,12 +183,10 @@ def test_gpu_operator_2781_a_b200_whose_fabric_is_stuck_gets_no_work_so_no_cuda_
     """The fabric manager says that it is ready; the GPUs do not."""
     daemon = make("hgx-h100-oci")
     daemon.driver.control(f"fabric * {state}")
-    daemon.start().registered()
+    daemon.start(health={"coolDown": "1h"}).registered()
     assert daemon.unhealthy() == list(range(8))
     daemon.driver.control("fabric * 3")
-    stopwatch = Stopwatch()
-    daemon.until_unhealthy()
-    assert stopwatch.took_s < 5  # a node that starts waits for no cool-down
+    daemon.until_unhealthy()  # a node that starts waits for no cool-down
 
 
 def test_gpu_operator_2511_seven_gpus_work_while_one_is_not_attached_to_the_fabric(
@@ -255,13 +258,26 @@ def test_plugin_221_a_driver_that_is_absent_is_waited_for_and_nothing_is_registe
 
 
 def test_the_kubelets_calls_are_answered_while_nvml_hangs(make: Make) -> None:
-    daemon = make().start(nvml={"timeout": 1}).registered()
+    """`python -m tests.bench hang` says what that costs them: nothing."""
+    daemon = make().start(nvml={"timeout": "10m"}).registered()
     lists = len(daemon.kubelet.lists[GPUS])
     daemon.driver.control("call nvmlDeviceGetCount_v2 hang")
-    daemon.until_logged("has not come back for 1 s")
-    daemon.answers()
-    assert daemon.unhealthy() == []
-    assert len(daemon.kubelet.lists[GPUS]) == lists
+    daemon.until(lambda: age_s(daemon) > 1.5, "no reading for five intervals")
+    before_s, began = age_s(daemon), time.monotonic()
+    daemon.driver.event(2, XID, 79)  # is heard also now
+    daemon.until_unhealthy(2)
+    plugin, ids = daemon.kubelet.plugin(), [str(gpu.uuid) for gpu in daemon.gpus]
+    for _ in range(50):
+        daemon.answers()
+        assert daemon.kubelet.allocate(*ids[:2]).envs["NVIDIA_VISIBLE_DEVICES"]
+        assert plugin.GetDevicePluginOptions(api.Empty()) == daemon.kubelet.options[0]
+        plugin.PreStartContainer(api.PreStartContainerRequest())
+        stream = plugin.ListAndWatch(api.Empty())
+        assert len(next(stream).devices) == 8
+        stream.cancel()
+    lasted_s = time.monotonic() - began
+    assert age_s(daemon) >= before_s + lasted_s  # no reading came in between
+    assert len(daemon.kubelet.lists[GPUS]) == lists + 1
 
 
 # Release
@@ -299,9 +315,11 @@ def test_a_release_leaves_no_open_handle_within_two_seconds_keeps_the_list_and_e
 
 def test_a_release_ends_by_itself(make: Make) -> None:
     daemon = make().start().registered()
+    began = time.monotonic()
     assert daemon.command("release", "--for", "1s").returncode == 0
-    assert daemon.driver.sessions() == 0
-    daemon.until(lambda: daemon.driver.sessions() == 1, "opened again", within_s=4)
+    daemon.until(lambda: len(set(daemon.driver.journal())) == 2, "another worker has opened it")
+    assert time.monotonic() - began >= 1
+    daemon.until(lambda: daemon.driver.sessions() == 1, "and the first one has ended")
 
 
 def test_release_says_where_nobody_answers(make: Make) -> None:
@@ -431,7 +449,7 @@ def test_plugin_240_and_992_a_mig_reconfiguration_is_followed_and_leaves_nothing
     reading = msgspec.json.decode(daemon.driver.json.read_bytes(), type=NvmlReading)
     cut = next(gpu for gpu in reading.gpus if gpu.mig)
     old = {f"nvidia.com/mig-{part.name}".replace("+", ".") for part in cut.mig}
-    daemon.until(lambda: old <= {n for n, lists in daemon.kubelet.lists.items() if lists}, "lists")
+    daemon.until(lambda: all(daemon.kubelet.lists[name] for name in old), "lists")
     made = msgspec.structs.replace(
         cut.mig[0], index=0, uuid="MIG-made", name="7g.80gb", gpu_instance=0, gpu_slices=7
     )
@@ -461,7 +479,7 @@ def test_cordons_follow_the_file_and_end_to_the_second(make: Make) -> None:
     ]
     stopwatch = Stopwatch()
     daemon.write_config(devices={"withhold": entries})
-    daemon.until_unhealthy(1, 2)
+    daemon.until(lambda: daemon.was_unhealthy(1, 2), "both are cordoned")
     assert stopwatch.took_s < 1.5
     daemon.until_logged(f"{one.uuid} is cordoned: fan")
     daemon.until_unhealthy(1)
@@ -514,18 +532,3 @@ def test_kubernetes_60388_pods_on_a_gpu_that_turned_unhealthy_stay(make: Make) -
     daemon.until_unhealthy(0)
     assert held in daemon.kubelet.devices()  # listed, so that the kubelet keeps the pod's device
     assert daemon.kubelet.allocate(held).envs["NVIDIA_VISIBLE_DEVICES"] == held
-
-
-def test_a_hang_of_nvml_costs_the_kubelets_calls_nothing(tmp_path: Path) -> None:
-    """The median; `python -m tests.bench hang` has the 99th percentile, which two cores that
-    other tests share do not."""
-    for attempt in range(3):
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        found = measure(folder, rounds=2)
-        if all(
-            hung.p50_ms <= max(1.2 * well.p50_ms, well.p50_ms + 0.2)
-            for well, hung in found.values()
-        ):
-            return
-    pytest.fail(str(found))
