@@ -1,12 +1,15 @@
 """`rte publish` as a process: once, dry, and following its own configuration."""
 
 import json
+import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rte.agent import UNREAD_S
 from tests.daemon_process import DaemonProcess
 from tests.ports import free_port
 
@@ -48,11 +51,16 @@ def test_once_and_no_longer(daemon: DaemonProcess) -> None:
 
 
 def test_a_normal_start_warns_of_nothing(tmp_path: Path) -> None:
+    began = time.monotonic()
     with configured(DaemonProcess(tmp_path, role="run")) as daemon:
         daemon.start("--out", str(daemon.folder / "out")).registered()
         daemon.until(lambda: published(daemon)["zones"], "an object")
+        is_late = time.monotonic() - began > UNREAD_S
         assert daemon.end() == 0
-    assert [line for line in daemon.log().splitlines() if " INFO " not in line] == []
+    warned = [line for line in daemon.log().splitlines() if " INFO " not in line]
+    if is_late:  # so it is said, and rightly
+        warned = [line for line in warned if " hardware: no good reading yet" not in line]
+    assert warned == []
 
 
 def test_its_own_configuration_is_followed_while_it_runs(daemon: DaemonProcess) -> None:
@@ -118,7 +126,7 @@ def test_a_spoilt_configuration_leaves_the_old_one_in_force_and_is_said(
     before = published(daemon)
     spoil(daemon)
     daemon.until(lambda: problem in daemon.get("/metrics"), problem)
-    assert words in daemon.log()
+    daemon.until_logged(f"is not taken over.*{re.escape(words)}")
     said = [line for line in daemon.log().splitlines() if "is not taken over" in line]
     assert sum(words in line for line in said) == 1
     assert published(daemon) == before
