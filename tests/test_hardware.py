@@ -354,7 +354,9 @@ def test_a_kernel_event_wakes_and_stopping_ends_the_watch(make: Make) -> None:
     assert closed.is_set()
 
 
-def test_stopping_does_not_wait_for_a_reading_that_hangs(make: Make) -> None:
+def test_stopping_waits_for_no_reading_that_hangs_and_takes_its_end_for_no_trouble(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     site = make()
     site.driver.control("call nvmlInitWithFlags hang")
     site.hardware.start()
@@ -363,6 +365,8 @@ def test_stopping_does_not_wait_for_a_reading_that_hangs(make: Make) -> None:
     site.hardware.stop()
     assert stopwatch.took_s < 3
     assert site.driver.sessions() == 0
+    assert "NVML" not in caplog.text
+    assert site.heard.empty()
 
 
 def test_gpus_that_nvml_calls_lost_are_lost_at_once_and_a_silence_is_doubted_first(

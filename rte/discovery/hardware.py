@@ -213,6 +213,8 @@ class Hardware:
         self.recall(host.boot_id)
         before = self.read
         reading = self.ask(host)
+        if self.ending.is_set():
+            return  # the worker was ended: that says nothing of the machine
         doubt = self.doubt(before)
         trouble = self.worker.problem if self.unasked is None else None
         notes = self.worker.notes if reading else ()
