@@ -175,16 +175,16 @@ class ApiServer:
                     self.apply(manifest)
 
     def wait_established(self, crd_path: str, *, within_s: float = 30) -> None:
-        """Return when the kind is served, which is a moment after its condition says so."""
+        """Return when every version is served and told, each a moment after the CRD's condition."""
         stopwatch = Stopwatch()
-        crd = self.get(crd_path)
-        spec = crd["spec"]
-        version = next(v["name"] for v in spec["versions"] if v["served"])
-        path = f"/apis/{spec['group']}/{version}/{spec['names']['plural']}?limit=1"
-        while self.request("GET", path).status != 200:
-            if stopwatch.past(within_s):
-                raise ApiServerError(f"{path} is not served after {within_s} s")
-            time.sleep(0.02)
+        spec = self.get(crd_path)["spec"]
+        for version in (v["name"] for v in spec["versions"] if v["served"]):
+            told = f"/apis/{spec['group']}/{version}"
+            for path in (told, f"{told}/{spec['names']['plural']}?limit=1"):
+                while self.request("GET", path).status != 200:
+                    if stopwatch.past(within_s):
+                        raise ApiServerError(f"{path} is not served after {within_s} s")
+                    time.sleep(0.02)
 
     def create_namespace(self, prefix: str = "test") -> str:
         """A new namespace, whose name nothing else has."""
