@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import pytest
 from tests.daemon_process import DaemonProcess
 from tests.fake_nvml import FakeNvml
 from tests.http_faults import Fault, FaultyProxy
+from tests.ports import free_port
 from tests.real_apiserver import ApiServer
 
 ROOT = Path(__file__).parents[1]
@@ -102,8 +102,10 @@ def test_a_missing_sys_file(node: Node) -> None:
     text = file.read_text()
     file.unlink()
     node.until(lambda: not node.has_place(0), "a GPU without a NUMA node")
+    words = r"the kernel states no NUMA node of gpu-0 \(0000:18:00\.0\)"
+    node.until_logged(words)
     time.sleep(SOME_LOOKS_S)
-    node.said_once(r"the kernel states no NUMA node of gpu-0 \(0000:18:00\.0\)")
+    node.said_once(words)
     node.answers()
     file.write_text(text)
     node.until_logged(r"no longer: the kernel states no NUMA node of gpu-0")
@@ -130,8 +132,10 @@ def test_a_value_that_is_no_number(node: Node) -> None:
     text = file.read_text()
     file.write_text("none\n")
     node.until(lambda: not node.has_place(7), "a GPU without a NUMA node")
+    words = rf"{re.escape(node.gpus[7].pci)}/numa_node: expected an integer, read 'none'"
+    node.until_logged(words)
     time.sleep(SOME_LOOKS_S)
-    node.said_once(rf"{re.escape(node.gpus[7].pci)}/numa_node: expected an integer, read 'none'")
+    node.said_once(words)
     node.answers()
     file.write_text(text)
     node.until_logged("no longer: .*/numa_node: expected an integer")
@@ -239,7 +243,7 @@ def test_a_kubelet_that_goes_away_for_a_while(node: Node) -> None:
 # The API server
 
 
-def publish_to(node: Node, apiserver: ApiServer, url: str) -> None:
+def publish_to(node: Node, apiserver: ApiServer, url: str, *, timeout_s: float = 10) -> None:
     """The node publishes to the API server, which it finds at another address."""
     name = f"bad-input-{next(NUMBERS)}"
     apiserver.apply_files(*CRDS)
@@ -248,7 +252,7 @@ def publish_to(node: Node, apiserver: ApiServer, url: str) -> None:
     node.arguments = ()
     node.config["nodeName"] = name
     node.config["nrt"]["fingerprint"] = {"watchPods": False}
-    node.config["api"] = {"kubeconfig": str(file), "timeout": 1}
+    node.config["api"] = {"kubeconfig": str(file), "timeout": timeout_s}
 
     def free() -> list[int]:
         answer = apiserver.request("GET", f"{NRT}/{name}")
@@ -258,22 +262,24 @@ def publish_to(node: Node, apiserver: ApiServer, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "words", "timeout_s"),
     [
-        pytest.param(Fault(503), "503", id="unavailable"),
-        pytest.param(Fault(200, body=b"<html>"), "not JSON", id="something else answers"),
-        pytest.param(Fault(), "timed out", id="no answer"),
+        pytest.param(Fault(503), "503", 10, id="unavailable"),
+        pytest.param(Fault(200, body=b"<html>"), "not JSON", 10, id="something else answers"),
+        pytest.param(Fault(), "timed out", 1, id="no answer"),
     ],
 )
 def test_an_api_server_that_refuses(
-    node: Node, apiserver: ApiServer, fault: Fault, words: str
+    node: Node, apiserver: ApiServer, fault: Fault, words: str, timeout_s: float
 ) -> None:
     with FaultyProxy(apiserver) as proxy:
-        publish_to(node, apiserver, proxy.url)
+        publish_to(node, apiserver, proxy.url, timeout_s=timeout_s)
         proxy.faults = [fault] * 1000
         node.begin().registered()
+        problem = rf"rte\.problems: API server: .*{words}"
+        node.until_logged(problem)
         node.until(lambda: len(proxy.seen) >= 5, "requests in vain")
-        node.said_once(rf"rte\.problems: API server: .*{words}")
+        node.said_once(problem)
         node.answers()  # the kubelet is served whatever the API server says
         proxy.faults = []
         node.until_well()
@@ -281,17 +287,14 @@ def test_an_api_server_that_refuses(
 
 
 def test_an_api_server_that_is_not_there(node: Node, apiserver: ApiServer) -> None:
-    proxy = FaultyProxy(apiserver)
-    address = proxy.http.server_address
-    proxy.http.server_close()
-    publish_to(node, apiserver, proxy.url)
+    port = free_port()
+    publish_to(node, apiserver, f"http://127.0.0.1:{port}")
     node.begin().registered()
     node.until_logged("rte.problems: API server: ")
     time.sleep(2 * SOME_LOOKS_S)
     node.said_once(r"rte\.problems: API server: .*Connection refused")
     node.answers()
-    proxy.http.socket = socket.create_server(("127.0.0.1", address[1]))
-    with proxy:
+    with FaultyProxy(apiserver, port=port):
         node.until_well()
         node.end()
 
