@@ -6,7 +6,8 @@ plugin chooses (sriov-network-device-plugin#255, virtual functions of one card) 
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations, permutations
 from random import Random
@@ -22,10 +23,10 @@ from rte.model import DeviceId, Level, Machine, NumaId
 from rte.publish.accounting import DevicePool
 from rte.publish.forecast import largest_aligned, largest_linked
 from rte.sources.recorded import read_recorded
+from tests.conftest import StartKubelet
 from tests.graphs import meshed, with_nics
 from tests.machines.description import FOLDER
-from tests.real_kubelet import Kubelet, numa_nodes
-from tests.test_plugin_kubelet import GPU, SINGLE, Node
+from tests.test_plugin_kubelet import GPU, SINGLE, Run, runs
 
 PAIRS = [(0, 2), (1, 3), (4, 6), (5, 7)]
 BRIDGED = build(read_recorded(FOLDER / "pcie-a100-pairs"))
@@ -406,26 +407,13 @@ def test_rocm_pr_141_an_unused_gpu_is_not_begun_while_another_has_room() -> None
 
 # With a real kubelet's managers
 
-StartKubelet = Callable[..., Kubelet]
-
 
 @pytest.fixture
-def run(kubelet: StartKubelet) -> Iterator[Callable[..., Node]]:
-    nodes: list[Node] = []
-
-    def run(name: str, config: Any = SINGLE, **options: Any) -> Node:
-        bearing = [n.id for n in read_recorded(FOLDER / name).numa_nodes if n.cpus]
-        node = Node(kubelet(config, machine=numa_nodes(bearing)), name, **options)
-        nodes.append(node)
-        node.ready()
-        return node
-
-    yield run
-    for node in nodes:
-        node.plugin.stop()
+def run(kubelet: StartKubelet, stack: ExitStack) -> Run:
+    return runs(kubelet, stack)
 
 
-def test_kubernetes_65621_devices_are_chosen_by_their_links(run: Callable[..., Node]) -> None:
+def test_kubernetes_65621_devices_are_chosen_by_their_links(run: Run) -> None:
     """Every pod of two gets a bridged pair, whatever the order of the kubelet's offer."""
     node = run("pcie-a100-pairs")
     got = [node.gpus(node.admit(f"p{n}", {GPU: 2})) for n in range(4)]
@@ -433,7 +421,7 @@ def test_kubernetes_65621_devices_are_chosen_by_their_links(run: Callable[..., N
 
 
 def test_hami_1286_and_kai_1598_cpus_and_gpus_are_of_one_numa_node(
-    run: Callable[..., Node],
+    run: Run,
 ) -> None:
     node = run("pcie-a100-pairs", {**SINGLE, "cpuManagerPolicy": "static"})
     for n in range(4):
@@ -444,14 +432,14 @@ def test_hami_1286_and_kai_1598_cpus_and_gpus_are_of_one_numa_node(
         assert cores == socket
 
 
-def test_nvidia_1690_with_two_containers_of_one_pod(run: Callable[..., Node]) -> None:
+def test_nvidia_1690_with_two_containers_of_one_pod(run: Run) -> None:
     node = run("pcie-a100-pairs", sharing=PACKED, advertising=Advertising(replicas={GPU: 4}))
     admitted = node.admit("two", {GPU: 1}, {GPU: 1})
     assert admitted.admitted
     assert len({id.partition("::")[0] for id in admitted.devices(GPU)}) == 1
 
 
-def test_rocm_111_143_and_pr_189_several_pods_share_a_gpu(run: Callable[..., Node]) -> None:
+def test_rocm_111_143_and_pr_189_several_pods_share_a_gpu(run: Run) -> None:
     node = run(
         "pcie-a100-pairs",
         {"topologyManagerPolicy": "none"},
@@ -467,7 +455,7 @@ def test_rocm_111_143_and_pr_189_several_pods_share_a_gpu(run: Callable[..., Nod
     assert not node.admit("p16", {GPU: 1}).admitted
 
 
-def test_kubernetes_75880_no_gpu_is_in_two_pods(run: Callable[..., Node]) -> None:
+def test_kubernetes_75880_no_gpu_is_in_two_pods(run: Run) -> None:
     """Eight pods come and go, and the kubelet restarts in between."""
     node = run("pcie-a100-pairs", {"topologyManagerPolicy": "none"})
     held = {f"p{n}": node.gpus(node.admit(f"p{n}", {GPU: 1})) for n in range(5)}

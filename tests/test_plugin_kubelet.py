@@ -1,7 +1,8 @@
 """The plugin with a real kubelet's managers: what pods get, row by row as about.md says."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from random import Random
 from typing import Any
 
@@ -16,6 +17,7 @@ from plugin.life import DevicePlugin, Options
 from rte.kubelet.usage import channel
 from rte.model import Machine
 from rte.sources.recorded import read_recorded
+from tests.conftest import StartKubelet
 from tests.machines.about import expectations
 from tests.machines.description import FOLDER
 from tests.real_kubelet import Admission, Kubelet, numa_nodes, pod
@@ -27,7 +29,6 @@ GPU = "nvidia.com/gpu"
 SINGLE = {"topologyManagerPolicy": "single-numa-node"}
 STATIC_CPUS = {**SINGLE, "cpuManagerPolicy": "static"}
 
-StartKubelet = Callable[..., Kubelet]
 Run = Callable[..., "Node"]
 
 
@@ -73,21 +74,22 @@ class Node:
         self.ready()
 
 
-@pytest.fixture
-def run(kubelet: StartKubelet) -> Iterator[Run]:
-    """Starts a kubelet and a plugin that is registered with it."""
-    nodes: list[Node] = []
+def runs(kubelet: StartKubelet, stack: ExitStack) -> Run:
+    """Starts a kubelet and a plugin that is registered with it and ends with the stack."""
 
     def run(name: str, config: Any = SINGLE, *, cpus: int = 16, **options: Any) -> Node:
         bearing = [n.id for n in read_recorded(FOLDER / name).numa_nodes if n.cpus]
         node = Node(kubelet(config, machine=numa_nodes(bearing, cpus=cpus)), name, **options)
-        nodes.append(node)
+        stack.callback(node.plugin.stop)
         node.ready()
         return node
 
-    yield run
-    for node in nodes:
-        node.plugin.stop()
+    return run
+
+
+@pytest.fixture
+def run(kubelet: StartKubelet, stack: ExitStack) -> Run:
+    return runs(kubelet, stack)
 
 
 def by_hand(name: str, *, free: str, offered: str, size: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import json
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +16,20 @@ from plugin.life import ADMITTED_WITHIN_S
 from rte.commands.decided import decisions_json, decisions_text
 from rte.kubelet.usage import channel, read_allocatable, read_usage
 from rte.model import PciAddress, PodName
-from rte.sources.recorded import read_recorded
-from tests.machines.description import FOLDER
+from tests.conftest import StartKubelet
 from tests.ports import free_port
-from tests.real_kubelet import Kubelet, numa_nodes, pod
+from tests.real_kubelet import pod
 from tests.simple_plugin import SimplePlugin
 from tests.small_kubelet import until
-from tests.test_plugin_kubelet import GPU, SINGLE, Node
+from tests.test_plugin_kubelet import GPU, SINGLE, Node, Run, runs
 from tests.test_plugin_process import Node as ProcessNode
 
 VF, SLOW = "example.com/vf", "example.com/slow"
 
-StartKubelet = Callable[..., Kubelet]
-Run = Callable[..., Node]
-
 
 @pytest.fixture
-def run(kubelet: StartKubelet) -> Iterator[Run]:
-    """Starts a kubelet and a plugin that is registered with it."""
-    nodes: list[Node] = []
-
-    def run(name: str, config: Any = SINGLE) -> Node:
-        bearing = [n.id for n in read_recorded(FOLDER / name).numa_nodes if n.cpus]
-        node = Node(kubelet(config, machine=numa_nodes(bearing)), name)
-        nodes.append(node)
-        node.ready()
-        return node
-
-    yield run
-    for node in nodes:
-        node.plugin.stop()
+def run(kubelet: StartKubelet, stack: ExitStack) -> Run:
+    return runs(kubelet, stack)
 
 
 class Held(SimplePlugin):
