@@ -9,7 +9,7 @@ from typing import Any
 
 from plugin.decisions import Call, Decision
 from rte.graph.build import Graph
-from rte.view.reason import names, preference_document, said
+from rte.view.reason import names, preference_document, runner_up_document, said
 from rte.view.why import why
 
 
@@ -20,7 +20,7 @@ def decisions_json(decisions: Iterable[Decision]) -> bytes:
 
 def document(decision: Decision) -> dict[str, Any]:
     """One decision as plain JSON values; its preference as `rte choose -o json` has it."""
-    runner_up, pod = decision.runner_up, decision.pod
+    pod = decision.pod
     return {
         "number": decision.number,
         "at": moment(decision),
@@ -35,12 +35,7 @@ def document(decision: Decision) -> dict[str, Any]:
         "exact": decision.exact,
         "decided_by": decision.decided_by,
         "preference": preference_document(decision.preference),
-        "runner_up": None
-        if runner_up is None
-        else {
-            "chosen": list(runner_up.chosen),
-            "preference": preference_document(runner_up.preference),
-        },
+        "runner_up": runner_up_document(decision.runner_up),
         "why": decision.why,
         "took_s": decision.took_s,
     }

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rte.graph.build import Closeness, Graph
-from rte.graph.choose import Choice, Preference
+from rte.graph.choose import Choice, Preference, RunnerUp
 from rte.model import DeviceId, Level
 from rte.view.words import CELLS, columns, counted, speed
 
@@ -124,19 +124,22 @@ WORDS: dict[str, Any] = {
 
 def choice_document(choice: Choice) -> dict[str, Any]:
     """The choice as plain JSON values: the contract of `rte choose -o json`."""
-    runner_up = choice.runner_up
     return {
         "chosen": list(choice.chosen),
         "exact": choice.exact,
         "considered": choice.considered,
         "decided_by": choice.decided_by,
         "preference": preference_document(choice.preference),
-        "runner_up": None
-        if runner_up is None
-        else {
-            "chosen": list(runner_up.chosen),
-            "preference": preference_document(runner_up.preference),
-        },
+        "runner_up": runner_up_document(choice.runner_up),
+    }
+
+
+def runner_up_document(runner_up: RunnerUp | None) -> dict[str, Any] | None:
+    if runner_up is None:
+        return None
+    return {
+        "chosen": list(runner_up.chosen),
+        "preference": preference_document(runner_up.preference),
     }
 
 
