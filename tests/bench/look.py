@@ -11,7 +11,7 @@ import multiprocessing
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +27,9 @@ from rte.kubelet.ended import with_ended
 from rte.kubelet.plausible import Look, doubt
 from rte.kubelet.state import read_handed_out
 from rte.kubelet.usage import channel, read_allocatable, read_usage
-from rte.model import DeviceUse, MemoryBlock, Observation, TopologyManagerPolicy
+from rte.model import Observation, TopologyManagerPolicy
 from rte.publish.nrt import nrt
+from rte.standin.kubelet import device_messages, memory_messages, pod_message
 from tests.bench.nrt import RESOURCE, observation
 
 
@@ -36,28 +37,12 @@ class Lister(rpc.PodResourcesListerServicer):
     """Answers what an observation says."""
 
     def __init__(self, seen: Observation) -> None:
-        self.usage = api.ListPodResourcesResponse(
-            pod_resources=[
-                api.PodResources(
-                    namespace=pod.pod.namespace,
-                    name=pod.pod.name,
-                    containers=[
-                        api.ContainerResources(
-                            name=container.name,
-                            devices=devices(container.devices),
-                            cpu_ids=container.cpus,
-                            memory=memory(container.memory),
-                        )
-                        for container in pod.containers
-                    ],
-                )
-                for pod in seen.usage.pods
-            ]
-        )
+        pods = [pod_message(pod) for pod in seen.usage.pods]
+        self.usage = api.ListPodResourcesResponse(pod_resources=pods)
         self.allocatable = api.AllocatableResourcesResponse(
-            devices=devices(seen.allocatable.devices),
+            devices=device_messages(seen.allocatable.devices),
             cpu_ids=seen.allocatable.cpus,
-            memory=memory(seen.allocatable.memory),
+            memory=memory_messages(seen.allocatable.memory),
         )
 
     def List(self, request: Any, context: Any) -> api.ListPodResourcesResponse:
@@ -67,28 +52,6 @@ class Lister(rpc.PodResourcesListerServicer):
         self, request: Any, context: Any
     ) -> api.AllocatableResourcesResponse:
         return self.allocatable
-
-
-def devices(uses: Iterable[DeviceUse]) -> list[api.ContainerDevices]:
-    return [
-        api.ContainerDevices(
-            resource_name=use.resource,
-            device_ids=[use.id],
-            topology=api.TopologyInfo(nodes=[api.NUMANode(ID=node) for node in use.numa]),
-        )
-        for use in uses
-    ]
-
-
-def memory(blocks: Iterable[MemoryBlock]) -> list[api.ContainerMemory]:
-    return [
-        api.ContainerMemory(
-            memory_type=block.type,
-            size=block.size_bytes,
-            topology=api.TopologyInfo(nodes=[api.NUMANode(ID=node) for node in block.numa]),
-        )
-        for block in blocks
-    ]
 
 
 def serve(socket: Path, ready: Any) -> None:
