@@ -202,7 +202,7 @@ class World:
         time.sleep(chance.choice([0, 0.2]))
         self.both.kubelet.start()
 
-    def step(self, chance: random.Random) -> str:
+    def step(self, chance: random.Random, number: int) -> None:
         crowded = len(self.alive) > 6
         kinds: dict[Callable[[random.Random], object], float] = {
             self.run: 10 if crowded else 40,
@@ -217,8 +217,8 @@ class World:
             self.crash: 2,
         }
         (kind,) = chance.choices(list(kinds), list(kinds.values()))
+        print(number, kind.__name__, sorted(self.alive), sorted(self.evicted), sorted(self.ended))
         kind(chance)
-        return kind.__name__
 
 
 @pytest.mark.parametrize("api_server", [False, True], ids=["kubelet alone", "and API server"])
@@ -242,8 +242,7 @@ def test_when_it_is_quiet_the_facts_are_those_of_the_api_server(
     world.run_static(random.Random(seed))  # a node without any pod is not believed for a while
     for number in range(LONG_STEPS if pytestconfig.getoption("long") else STEPS):
         # Each step by a chance of its own: one that had less to choose from changes no later one.
-        kind = world.step(random.Random(f"{seed} {number}"))
-        print(number, kind, sorted(world.alive), sorted(world.evicted), sorted(world.ended))
+        world.step(random.Random(f"{seed} {number}"), number)
         if number % QUIET_EVERY == 0:
             world.until_quiet()
     world.until_quiet()

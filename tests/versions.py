@@ -13,7 +13,7 @@ from urllib.parse import urlencode, urlsplit
 
 from tests.real_apiserver import ApiServer
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Versions:
