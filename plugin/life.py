@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import logging
+import math
 import sys
 import threading
 import time
@@ -115,6 +116,7 @@ class DevicePlugin:
         self._wake = threading.Event()
         self._usage_due = threading.Event()
         self._usage_seen = False
+        self._observed_at = -math.inf  # when the last list was asked for, monotonic seconds
         self._nic_holders: Mapping[Container, float] = {}  # when each was seen first
         # Where nobody says who got what, a decision's line need not wait for its pod.
         self._join_s = 0.0 if options.pod_resources is None else JOINED_WITHIN_S
@@ -227,8 +229,12 @@ class DevicePlugin:
         return {}
 
     def observe(self, usage: Usage, *, asked: float) -> None:
-        """Take note of what PodResources shows, asked for at `asked` (monotonic seconds)."""
+        """Take note of what PodResources shows, asked for at `asked` (monotonic seconds), unless
+        what was asked for later is known."""
         with self._lock:  # lists come from this object's thread and from others
+            if asked < self._observed_at:
+                return
+            self._observed_at = asked
             self._observe(usage, asked=asked)
             wait_s = USAGE_SOON_S if self._waits_for_list else USAGE_POLL_S
             self._usage_at = asked + (TOLD_POLLS * wait_s if self.options.is_told else wait_s)

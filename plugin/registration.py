@@ -166,8 +166,8 @@ class Registration:
 
     def _registered(self, kubelet: Signature | None) -> None:
         self.kubelet_seen = kubelet
-        self.registered_at = time.monotonic()
         self.resource.counters.registrations += 1
+        self.registered_at = time.monotonic()
         log.info("%s: registered as %s", self.resource.name, self.socket.name)
         self._on_registered()
 

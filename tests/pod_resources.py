@@ -23,7 +23,7 @@ class PodResourcesSocket(rpc.PodResourcesListerServicer):
         self.refuse = refuse
         self.listed: Sequence[api.PodResources] = ()
         self.allocatable = api.AllocatableResourcesResponse()
-        self.lists = 0
+        self.lists = self.offers = 0  # calls so far
         self.pool = ThreadPoolExecutor(4)
         self.server: grpc.Server | None = None
         self.hang_ends = threading.Event()
@@ -65,6 +65,7 @@ class PodResourcesSocket(rpc.PodResourcesListerServicer):
     def GetAllocatableResources(
         self, request: Any, context: Any
     ) -> api.AllocatableResourcesResponse:
+        self.offers += 1
         return self.on_offer()
 
     def in_list(self) -> Iterable[api.PodResources]:
