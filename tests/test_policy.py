@@ -11,6 +11,7 @@ import pytest
 from rte.kubelet.configuration import Configuration, Unanswered
 from rte.kubelet.policy import (
     InForce,
+    KubeletCommand,
     PolicyError,
     drop_in_files,
     from_flags,
@@ -299,7 +300,7 @@ def policy_word(found: Configuration) -> str:
 
 
 def test_the_running_kubelets_command_line_names_file_drop_ins_and_flags(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path / "k.yaml", "topologyManagerPolicy: restricted\n")
     write(tmp_path / "k.d" / "10.conf", "topologyManagerScope: pod\n")
@@ -314,9 +315,14 @@ def test_the_running_kubelets_command_line_names_file_drop_ins_and_flags(
         executable=sys.executable,
         stdin=subprocess.PIPE,
     )
+
+    def mine() -> list[KubeletCommand]:
+        """As where no other test, and no kubelet of this machine, is running."""
+        return [k for k in read_kubelet_commands() if k.pid == process.pid]
+
+    monkeypatch.setattr("rte.kubelet.configuration.read_kubelet_commands", mine)
     try:
-        mine = [k for k in read_kubelet_commands() if k.pid == process.pid]
-        assert [k.config for k in mine] == [file]
+        assert [k.config for k in mine()] == [file]
         found = configuration(tmp_path, command=True, configz=unanswered)
         policy, again = found.read(), found.read()
     finally:
