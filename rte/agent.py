@@ -18,10 +18,10 @@ from typing import NamedTuple, Protocol
 
 import grpc
 
+from rte.asked import AskedNode, KubeletPolicy
 from rte.backoff import doubled_s, ordered_s
 from rte.kubelet.ended import ENDED, with_ended
 from rte.kubelet.plausible import Doubt, Look, doubt
-from rte.kubelet.policy import InForce, PolicyError, says
 from rte.kubelet.state import (
     CPU_STATE,
     DEVICE_CHECKPOINT,
@@ -30,8 +30,18 @@ from rte.kubelet.state import (
     read_handed_out,
 )
 from rte.kubelet.usage import KubeletError, ask_allocatable, parse_allocatable, read_usage
-from rte.kubelet.watch import FileWatch, Signature, signature, watch
-from rte.model import DeviceUse, Faults, Machine, Observation, PodFacts, Policy, Usage, rfc3339
+from rte.kubelet.watch import FileWatch, watch
+from rte.model import (
+    DeviceUse,
+    Faults,
+    Machine,
+    Observation,
+    OwnNode,
+    PodFacts,
+    Policy,
+    Usage,
+    rfc3339,
+)
 from rte.pacer import Due, Pace, Pacer
 from rte.problems import Problems
 from rte.publish.access import ApiError
@@ -134,71 +144,12 @@ class Sources(NamedTuple):
     """What a former publisher said, for as long as the kubelet's configuration is unknown. May
     raise ApiError."""
     pods: Callable[[], tuple[PodFacts, ...] | None] = lambda: None
-    node_allocatable: Callable[[], Mapping[str, int]] = dict  # may raise ApiError
+    own_node: Callable[[], OwnNode | None] = lambda: None  # may raise ApiError
     withheld: Callable[[], Mapping[str, str]] = dict  # cordoned devices and the reason
     advertised: Callable[[], tuple[DeviceUse, ...] | None] = lambda: None
     """What the device plugin of this process lists."""
     listed: Callable[[Usage, float], None] = lambda usage, asked: None
     """Told each list as it comes, believed or not, and when it was asked for (monotonic)."""
-
-
-class KubeletPolicy:
-    """What the kubelet works by: what it read when it started."""
-
-    def __init__(self, sources: Sources, socket: Path, problems: Problems) -> None:
-        """`socket` is made anew at each start of the kubelet."""
-        self.is_due = True
-        """To be read: at the start, when the kubelet has restarted and when its files changed."""
-        self._sources = sources
-        self._socket = socket
-        self._problems = problems
-        self._in_force = InForce()
-
-    def read(self) -> Policy | None:
-        """The policy in force, None while it is not known; asks only while it is due."""
-        if not self.is_due:
-            return self._in_force.policy
-        try:
-            read = self._sources.policy()
-            words = "no source of the kubelet's configuration"
-        except (PolicyError, KubeletError, ApiError) as error:
-            read, words = None, str(error)
-        if read is None:
-            self._problems.report("policy", f"unknown: {words}")
-            return self._in_force.policy or self._published()
-        kubelet = signature(self._socket)
-        if self._in_force.policy is None and (changed := self._changed_since_start(kubelet)):
-            published = self._published()
-            if published is None:
-                words = f"the kubelet's configuration was changed at {changed}, after its start"
-                self._problems.report("policy", f"unknown: {words}; restart the kubelet")
-                return None
-            if not says(published, read):
-                self._in_force = InForce(policy=published, kubelet=kubelet)
-        self._in_force = self._in_force.after(read, kubelet=kubelet)
-        self.is_due = False
-        self._problems.end("policy")
-        if self._in_force.pending is None:
-            self._problems.end("kubelet configuration")
-        else:
-            self._problems.report(
-                "kubelet configuration", "changed; it counts when the kubelet has restarted"
-            )
-        return self._in_force.policy
-
-    def _changed_since_start(self, kubelet: Signature | None) -> str | None:
-        """When the files changed after the kubelet's start, which made its socket: what it read is
-        then not known but from what was published."""
-        changed = self._sources.policy_changed()
-        if kubelet is None or changed is None or changed <= kubelet[3] / 1e9:
-            return None
-        return rfc3339(changed)
-
-    def _published(self) -> Policy | None:
-        try:
-            return self._sources.published_policy()
-        except ApiError:
-            return None
 
 
 class Counts:
@@ -261,10 +212,17 @@ class Agent:
         self._believed: Look | None = None
         self._offered_bytes: int | None = None  # how long the kubelet's offer was, as last read
         self._restarted_at: float | None = None
-        self._policy = KubeletPolicy(sources, kubelet.pod_resources_socket, self.problems)
-        self._node_allocatable: Mapping[str, int] | None = None
+        self._policy = KubeletPolicy(
+            sources.policy,
+            changed=sources.policy_changed,
+            published=sources.published_policy,
+            socket=kubelet.pod_resources_socket,
+            problems=self.problems,
+        )
+        self._own_node = AskedNode(
+            sources.own_node, socket=kubelet.pod_resources_socket, problems=self.problems
+        )
         self._rereads = 0
-        self._node_failures = 0  # to read it, in a row
         self._topology: Body | None = None  # as last published
         self._sink_is_due = True
         self._reread_failed = False
@@ -447,6 +405,9 @@ class Agent:
             if not self._is_held:
                 self.published_at = now
             return
+        before = None if self.observation is None else self.observation.node_uid
+        if before is not None and observation.node_uid not in (None, before):
+            self.sink.forget()
         self.observation, self.observed_at, self._sink_is_due = observation, now, True
         self._publish(observation, since=min(reasons.values()), now=now)
 
@@ -454,11 +415,11 @@ class Agent:
         """Forgets what a reason makes doubtful of what is known."""
         if (restarted_at := reasons.get(Reason.KUBELET_RESTART)) is not None:
             if self._restarted_at is None:
-                self._policy.is_due = True
-                self._node_allocatable = None
+                self._policy.ask()
+                self._own_node.ask()
             self._restarted_at = restarted_at
         if Reason.KUBELET_CONFIGURATION in reasons:
-            self._policy.is_due = True
+            self._policy.ask()
         if Reason.CONFIGURATION in reasons:
             self._sink_is_due = True
 
@@ -474,14 +435,16 @@ class Agent:
             self._say_unread(now)
             return None
         self.problems.end("hardware")
+        policy, own_node = self._policy.read(now), self._own_node.read(now)
         return Observation(
             machine=snapshot.machine,
             faults=snapshot.faults,
             usage=look.usage,
             allocatable=look.allocatable,
-            policy=self._policy.read(),
+            policy=policy,
             pods=pods,
-            node_allocatable=self._own_node_allocatable(),
+            node_allocatable={} if own_node is None else own_node.allocatable,
+            node_uid=None if own_node is None else own_node.uid,
             withheld=self._sources.withheld(),
             advertised=self._sources.advertised(),
         )
@@ -559,19 +522,6 @@ class Agent:
             self._pacer.glanced(now)
         if len(offer) != self._offered_bytes:
             self.wake(Reason.ALLOCATABLE)
-
-    def _own_node_allocatable(self) -> Mapping[str, int]:
-        """Read at start, after a restart of the kubelet and every two hours."""
-        if self._node_allocatable is None:
-            try:
-                self._node_allocatable = self._sources.node_allocatable()
-            except ApiError as error:
-                self.problems.report("Node", f"status.allocatable is unknown: {error}")
-                self._node_failures += 1
-                return self.observation.node_allocatable if self.observation else {}
-            self._node_failures = 0
-            self.problems.end("Node")
-        return self._node_allocatable
 
     def _publish(self, observation: Observation, *, since: float, now: float) -> None:
         bodies = iter(self._compose(observation))
@@ -668,8 +618,9 @@ class Agent:
         self._is_failing = False
         with self._condition:
             self._pacer.looked(now, wrote=wrote, wakes=wakes)
-            if self._node_failures:
-                self._pacer.again(now, doubled_s(1.0, 600.0, self._node_failures - 1))
+            for at in (self._policy.again_at, self._own_node.again_at):
+                if at is not None:
+                    self._pacer.again(now, max(at - now, 0))
             if self._other_failed is not None:
                 self._pacer.again(now, max(self._others_at - now, 0))
 
@@ -691,7 +642,7 @@ class Agent:
         self._rereads += 1
         if self._rereads % NODE_SELDOM == 0:
             # In place of the other: an idle hour is six requests.
-            self._node_allocatable = None
+            self._own_node.ask()
             self.wake(Reason.REREAD)
             return
         try:

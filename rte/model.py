@@ -505,6 +505,17 @@ class Allocatable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnNode:
+    """What the API server has of this node's Node object."""
+
+    allocatable: Mapping[str, int]  # status.allocatable in base units (cores, bytes)
+    uid: str | None = None
+    told: float | None = None
+    """When the kubelet last told it anything, in whole seconds since the epoch by the clock of this
+    node. None where it has not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PodFacts:
     """What PodResources does not say about a pod of this node, from the pods API or a watch."""
 
@@ -552,6 +563,7 @@ class Observation:
     policy: Policy | None  # None: the kubelet's configuration could not be read
     node_allocatable: Mapping[str, int] = field(default_factory=dict)
     """status.allocatable of the own Node in base units (cores, bytes); empty when not read."""
+    node_uid: str | None = None  # of the own Node; None when not read
     pods: tuple[PodFacts, ...] | None = None  # None: nobody told, the PodResources rule is used
     faults: Faults = field(default_factory=dict)
     withheld: Mapping[str, str] = field(default_factory=dict)

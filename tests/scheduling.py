@@ -29,6 +29,7 @@ from rte.model import (
     Machine,
     NumaId,
     Observation,
+    OwnNode,
     PodName,
     Usage,
     base_units,
@@ -401,7 +402,7 @@ class RealNode:
             sources=Sources(
                 policy=lambda: read_policy(self.kubelet.root / "config.yaml"),
                 pods=self.pods.read,
-                node_allocatable=lambda: self.allocatable,
+                own_node=lambda: OwnNode(allocatable=self.allocatable),
             ),
             compose=self.compose,
             sink=ApiSink(self.api, node=name, takeover_after_s=180),

@@ -16,6 +16,8 @@ import grpc
 import pytest
 
 from rte.agent import Agent, Kubelet, Reason, Sources
+from rte.asked import AskedNode
+from rte.commands import parts
 from rte.kubelet import usage
 from rte.kubelet.plausible import Look, Patience, doubt
 from rte.kubelet.policy import PolicyError
@@ -1012,12 +1014,9 @@ def test_each_re_reading_is_one_request(make_node: MakeNode, cluster: RealApiSer
         sink = ApiSink(api, node="idle", takeover_after_s=180)
         node = make_node(replace(QUICK, reread_s=0.02), sink)
 
-        def allocatable() -> dict[str, int]:
-            api.read_node("idle")
-            return {}
-
-        sources = node.agent._sources
-        node.agent._sources = sources._replace(node_allocatable=allocatable)
+        problems = node.agent.problems
+        own_node = AskedNode(parts.own_node(api, "idle"), socket=node.socket, problems=problems)
+        node.agent._own_node = own_node
         node.pods.start()
         node.agent.start()
         node.until(lambda: node.writes() == 1)

@@ -28,8 +28,10 @@ ALLOWED = {
     "rte.tls": {"rte.model"},
     "rte.pacer": {"rte.backoff", "rte.kubelet"},
     "rte.problems": {"rte.model"},
+    "rte.asked": {"rte.model", "rte.backoff", "rte.kubelet", "rte.problems", "rte.publish"},
     "rte.agent": {
         "rte.model",
+        "rte.asked",
         "rte.backoff",
         "rte.pacer",
         "rte.problems",

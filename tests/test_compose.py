@@ -41,7 +41,12 @@ def composer(text: str = "{}", **sources: Any) -> Composer:
 
 def observed(machine: Machine = MACHINE) -> Observation:
     return Observation(
-        machine=machine, usage=Usage(), allocatable=Allocatable(), policy=Policy(), faults={}
+        machine=machine,
+        usage=Usage(),
+        allocatable=Allocatable(),
+        policy=Policy(),
+        faults={},
+        node_uid=UID,
     )
 
 
@@ -137,10 +142,10 @@ def test_labels_are_written_only_when_asked() -> None:
 
 def test_the_topology_key_is_unique_in_the_cluster() -> None:
     made = composer(
-        "labels: {write: node, keys: {topology.kubernetes.io/nvlink-group: example.com/nvlink}}",
-        node_uid=lambda: UID,
+        "labels: {write: node, keys: {topology.kubernetes.io/nvlink-group: example.com/nvlink}}"
     )
-    assert bodies(made)["Node"]["metadata"]["labels"]["example.com/nvlink"] == "6f1f3b1c.group-0"
+    labels = bodies(made)["Node"]["metadata"]["labels"]
+    assert labels["example.com/nvlink"] == "6f1f3b1c.group-0"
 
 
 def test_a_label_can_be_left_out_and_a_misspelt_one_is_refused() -> None:

@@ -4,6 +4,7 @@ The whole publisher as `rte run` makes it, beside a real kubelet's managers and 
 """
 
 import itertools
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,16 +20,18 @@ from rte.commands import parts
 from rte.commands.publisher import Publisher
 from rte.config import Config
 from rte.graph.build import build
-from rte.model import Fault, FaultClass, Faults, Machine
+from rte.model import Fault, FaultClass, Faults, Machine, rfc3339
 from tests.conftest import StartKubelet
 from tests.generated import GPU
 from tests.http_faults import FaultyProxy
+from tests.real_apiserver import MERGE
 from tests.real_apiserver import ApiServer as RealApiServer
 from tests.real_kubelet import Kubelet, numa_nodes
 from tests.small_machine import address, machine, slices, with_gpu
 from tests.waiting import until
 
 CRDS = Path(__file__).parents[1] / "crds"
+NODES = "/api/v1/nodes/"
 TOPOLOGIES = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/"
 GRAPHS = "/apis/rte.dev/v1alpha1/gpufabrics/"
 DEFINITIONS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/"
@@ -84,7 +87,7 @@ class World:
         self.kubelet, self.real, self.proxy = kubelet, real, proxy
         self.hardware = Hardware()
         self.withheld: Mapping[str, str] = {}
-        self.node = real.create_node(self.name)
+        real.create_node(self.name)
         kubeconfig = real.write_kubeconfig(folder / "kubeconfig", token=real.token, url=proxy.url)
         self.config = msgspec.convert(
             {
@@ -161,6 +164,12 @@ class World:
         self.until(lambda: self.agent.counts.looks.total() > looks)
         self.until(lambda: self.agent._busy_since is None)
 
+    def tell_api_server(self, **allocatable: str) -> None:
+        """As the kubelet does."""
+        ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": rfc3339(time.time())}
+        status = {"allocatable": allocatable, "conditions": [ready]}
+        self.real.ask("PATCH", f"{NODES}{self.name}/status", {"status": status}, content_type=MERGE)
+
     def asked(self, what: str) -> int:
         """Requests so far whose path ends like that."""
         return sum(path.endswith(what) for _, path, _ in self.proxy.seen)
@@ -230,3 +239,93 @@ def test_devices_that_the_plugin_lists_later_than_a_look_are_in_the_capacity(
     node.hardware.say(cut, sick, before_telling=node.look)
     node.until(lambda: node.figures(MIG) == [("2", "0", "0")])
     assert node.figures(GPU) == [("1", "1", "1"), ("2", "2", "2")]
+
+
+# The own Node
+
+
+def test_what_the_kubelet_tells_the_api_server_after_its_restart_is_published(
+    world: MakeWorld,
+) -> None:
+    """It does so seconds after it has made its sockets."""
+    node = world({"topologyManagerPolicy": "single-numa-node"})
+    node.tell_api_server(cpu="4")
+    node.start()
+    node.until(lambda: node.figures("cpu") == [("4", "4", "4")] * 2)
+    time.sleep(1)  # what the kubelet tells is of whole seconds
+    node.kubelet.restart()
+    node.until(lambda: node.agent.counts.looks["kubelet-restart"])
+    asked = node.asked(node.name)
+    node.until(lambda: node.asked(node.name) > asked)  # again, though it was answered
+    node.tell_api_server(cpu="3")
+    node.until(lambda: node.figures("cpu") == [("3", "3", "3")] * 2)
+    node.until(lambda: node.agent._own_node.again_at is None)
+    asked = node.asked(NODES + node.name)
+    for _ in range(3):
+        node.look()
+    assert node.asked(NODES + node.name) == asked
+
+
+def test_a_node_that_is_not_there_yet_is_a_problem_and_awaited(world: MakeWorld) -> None:
+    node = world({"topologyManagerPolicy": "single-numa-node"}, nrt={"owner": False})
+    node.real.delete(NODES + node.name)
+    node.start()
+    node.until(lambda: "no Node of this name" in str(node.agent.problems.current().get("Node")))
+    node.until(lambda: node.figures("cpu") == [("4", "4", "4")] * 2)  # the machine's
+    asked = node.asked(NODES + node.name)
+    for _ in range(10):
+        node.look()
+    assert node.asked(NODES + node.name) <= asked + 2
+    node.real.create_node(node.name)
+    node.tell_api_server(cpu="3")
+    node.until(lambda: node.figures("cpu") == [("3", "3", "3")] * 2)
+    node.until(lambda: not node.agent.problems.current())
+
+
+def test_another_node_of_the_same_name_takes_over_all_objects(world: MakeWorld) -> None:
+    key = "example.com/nvlink"
+    labels = {"write": "node", "keys": {"topology.kubernetes.io/nvlink-group": key}}
+    node = world(labels=labels)
+    node.hardware.latest = Seen(machine(pairs=((0, 1),)), {})
+
+    def owners() -> set[str]:
+        found = (node.real.get(path + node.name) for path in (TOPOLOGIES, GRAPHS))
+        return {o["uid"] for each in found for o in each["metadata"]["ownerReferences"]}
+
+    def label() -> str | None:
+        labels: dict[str, str] = node.real.get(NODES + node.name)["metadata"].get("labels", {})
+        return labels.get(key)
+
+    node.start()
+    node.until(lambda: not node.agent.not_ready())
+    for _ in range(2):
+        uid = node.real.get(NODES + node.name)["metadata"]["uid"]
+        node.until(lambda: label() == f"{uid[:8]}.group-0")  # noqa: B023 - called in this turn
+        assert owners() == {uid}
+        node.real.delete(NODES + node.name)
+        node.real.create_node(node.name)
+        node.real.delete(GRAPHS + node.name)  # as the garbage collector does, sooner or later
+        node.kubelet.restart()
+        node.until(lambda: node.real.request("GET", GRAPHS + node.name).status == 200)
+
+
+# The kubelet's configuration
+
+
+def test_a_configuration_that_cannot_be_read_costs_a_look_nothing(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    """It is asked for again, and what was published, but not at every look."""
+    file = tmp_path / "kubelet.yaml"
+    file.write_text("[")
+    node = world(kubelet={"configFile": str(file)}).start()
+    node.until(lambda: "policy" in node.agent.not_ready())
+    asked = node.asked(TOPOLOGIES + node.name)
+    for _ in range(20):
+        node.look()
+    assert node.asked(TOPOLOGIES + node.name) <= asked + 4
+    assert node.attribute("topologyManagerPolicy") is None
+    file.write_text((node.kubelet.root / "config.yaml").read_text())
+    node.kubelet.restart()
+    node.until(lambda: node.attribute("topologyManagerPolicy") == "none")
+    node.until(lambda: not node.agent.not_ready())

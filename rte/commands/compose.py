@@ -23,7 +23,7 @@ from rte.publish.access import ApiError
 from rte.publish.accounting import Unbound
 from rte.publish.fabric import fabric
 from rte.publish.fingerprint import InformerMode
-from rte.publish.labels import Label, feature_file, labels, node_labels
+from rte.publish.labels import feature_file, labels, node_labels
 from rte.publish.nrt import Detail, FingerprintMethod, nrt
 from rte.publish.publisher import replace_file
 
@@ -42,10 +42,9 @@ class Composer:
         graph_of: Callable[[Machine], Graph],
         *,
         published_fabric: Callable[[], Body | None] = lambda: None,
-        node_uid: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """`published_fabric` reads the GPUFabric object that a former process left, `node_uid` the
-        Node's UID; both may raise ApiError. Raises ConfigError for a label that there is not.
+        """`published_fabric` reads the GPUFabric object that a former process left; it may raise
+        ApiError. Raises ConfigError for a label that there is not.
         """
         self.config = config  # in force
         self._remembered: Remembered | None = None  # of the groups; None: nothing was composed yet
@@ -54,7 +53,6 @@ class Composer:
         self._node = node
         self._graph_of = graph_of
         self._published_fabric = published_fabric
-        self._node_uid = node_uid
         self._label_keys = parts.label_keys(config)
         self._features = FeatureFile(Path(config.labels.feature_file))
 
@@ -79,7 +77,7 @@ class Composer:
             self._fabric = self._fabric_of(observation, graph, found)
             yield self._fabric
         if config.labels.write != "none" and config.nrt.publish:
-            uid = self._node_uid() if Label.TOPOLOGY in self._label_keys else None
+            uid = observation.node_uid
             said = labels(observation.machine, found, node_uid=uid, keys=self._label_keys)
             if config.labels.write == "node":
                 yield node_labels(self._node, said)

@@ -28,7 +28,7 @@ from rte.graph.build import Graph, build
 from rte.graph.groups import Group
 from rte.kubelet.spec import PodSpec
 from rte.metrics import Measured
-from rte.model import ContainerUse, Faults, Machine, Observation, PodName, Usage
+from rte.model import ContainerUse, Faults, Machine, Observation, OwnNode, PodName, Usage
 from rte.publish.access import ApiError
 from rte.publish.nrt import KIND
 from rte.publish.publisher import FolderSink, Outcome
@@ -115,6 +115,9 @@ class Journal:
     def problems(self, now: float) -> Mapping[str, str]:
         return {}
 
+    def forget(self) -> None:
+        self._current.forget()
+
     def _keep(self, kind: str, body: Body) -> None:
         number = 1 + sum(written.kind == kind for written in self.written)
         file = self.folder / f"{kind.lower()}-{number:02}.json"
@@ -161,7 +164,7 @@ class DemoNode:
             hardware=self.hardware,
             sources=Sources(
                 policy=parts.kubelet_policy(self.config, configuration),
-                node_allocatable=lambda: self.kubelet.state.allocatable,
+                own_node=lambda: OwnNode(allocatable=self.kubelet.state.allocatable),
                 advertised=lambda: parts.advertised(self.plugin),
             ),
             compose=self.journal.compose,

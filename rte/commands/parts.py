@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,16 @@ from rte.discovery.injection import Injection
 from rte.graph.build import Graph
 from rte.graph.parts import Sharing
 from rte.kubelet.usage import KubeletError, channel
-from rte.model import DeviceUse, NumaId, PodName, Policy, Usage, base_units, pci_address
+from rte.model import (
+    DeviceUse,
+    NumaId,
+    OwnNode,
+    PodName,
+    Policy,
+    Usage,
+    base_units,
+    pci_address,
+)
 
 if TYPE_CHECKING:
     from rte.agent import Kubelet
@@ -274,13 +284,24 @@ def api_server(config: Config) -> ApiServer:
     return ApiServer(access, timeout_s=config.api.timeout)
 
 
-def node_allocatable(api: ApiServer, node: str) -> Callable[[], Mapping[str, int]]:
-    """Reads status.allocatable of the own Node in base units. Raises ApiError."""
+def own_node(api: ApiServer, node: str) -> Callable[[], OwnNode]:
+    """Reads the own Node. Raises ApiError, also when there is none of this name."""
+    from rte.publish.access import ApiError  # noqa: PLC0415 - plugin: no API
 
-    def read() -> Mapping[str, int]:
-        found: Any = api.read_node(node) or {}
-        figures = found.get("status", {}).get("allocatable", {})
-        return {name: base_units(str(value)) for name, value in figures.items()}
+    def read() -> OwnNode:
+        found: Any = api.read_node(node)
+        if found is None:
+            problem = "the API server has no Node of this name; check --node-name"
+            raise ApiError(f"GET node {node}", "NotFound", problem, status=404)
+        status = found.get("status") or {}
+        figures = status.get("allocatable") or {}
+        ready = (c for c in status.get("conditions") or () if c.get("type") == "Ready")
+        told = next((c["lastHeartbeatTime"] for c in ready if c.get("lastHeartbeatTime")), None)
+        return OwnNode(
+            allocatable={name: base_units(str(value)) for name, value in figures.items()},
+            uid=str(found["metadata"]["uid"]),
+            told=None if told is None else datetime.fromisoformat(told).timestamp(),
+        )
 
     return read
 
@@ -290,16 +311,6 @@ def published_fabric(api: ApiServer, node: str) -> Callable[[], Mapping[str, Any
     from rte.publish.fabric import API_VERSION  # noqa: PLC0415
 
     return lambda: api.read(f"/apis/{API_VERSION}/gpufabrics/{node}")
-
-
-def node_uid(api: ApiServer, node: str) -> Callable[[], str | None]:
-    """Reads the own Node's UID, None where there is no such Node. Raises ApiError."""
-
-    def read() -> str | None:
-        found: Any = api.read_node(node)
-        return str(found["metadata"]["uid"]) if found else None
-
-    return read
 
 
 def pace(config: Config) -> Pace:

@@ -33,7 +33,6 @@ class Objects(NamedTuple):
     sources: Sources
     sink: Sink
     published_fabric: Callable[[], Mapping[str, Any] | None] = lambda: None
-    node_uid: Callable[[], str | None] = lambda: None
     pod_watch: Watch | None = None
     announcer: Announcer | None = None
 
@@ -70,7 +69,6 @@ class Publisher:
             node,
             graph_of,
             published_fabric=self.objects.published_fabric,
-            node_uid=self.objects.node_uid,
         )
         sources = self.objects.sources._replace(withheld=withheld, pods=self.pods.read)
         if plugin is not None:
@@ -158,11 +156,10 @@ def in_api_server(config: Config, node: str) -> Objects:
             policy=parts.kubelet_policy(config, kubelet),
             policy_changed=lambda: kubelet.changed,
             published_policy=sink.published_policy,
-            node_allocatable=parts.node_allocatable(api, node),
+            own_node=parts.own_node(api, node),
         ),
         sink=sink,
         published_fabric=parts.published_fabric(api, node),
-        node_uid=parts.node_uid(api, node),
         pod_watch=None if for_pods is None else lambda *told: PodWatch(for_pods, node, *told),
         announcer=None if for_events is None else Announcer(for_events.create_event, node=node),
     )

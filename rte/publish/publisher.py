@@ -82,6 +82,9 @@ class Sink(Protocol):
     def problems(self, now: float) -> Mapping[str, str]:
         """What others did to our objects: a kind each, in words."""
 
+    def forget(self) -> None:
+        """What was published belongs to a Node that is gone, and may have gone with it."""
+
 
 # The API server
 
@@ -147,6 +150,14 @@ class ApiSink:
             if (problem := publication.problem(now)) is not None
         }
 
+    def forget(self) -> None:
+        if self._owner is not None:
+            self._owner.forget()
+        for publication in self._objects.values():
+            publication.forget()
+        if self._labels is not None:
+            self._labels.forget()
+
 
 class Owner:
     """The own Node as an owner reference; the same name with another UID is another node."""
@@ -176,6 +187,9 @@ class Owner:
                 }
             ]
         return self._references
+
+    def forget(self) -> None:
+        self._references = None
 
 
 class Publication:
@@ -259,6 +273,11 @@ class Publication:
             raise
         self._echo += 1
         return outcome
+
+    def forget(self) -> None:
+        """Nothing is known of it any more: it is read before the next write."""
+        self._published = None
+        self._ours = self._held = False
 
     def problem(self, now: float) -> str | None:
         """What others did to it, until it has not happened again for an hour."""
@@ -504,6 +523,9 @@ class NodeLabels:
             return Outcome("Node", Wrote.UNCHANGED)
         return self._settle(self._wanted)
 
+    def forget(self) -> None:
+        self._published = None
+
     def _settle(self, labels: dict[str, str]) -> Outcome:
         self._published = None
         node = self._api.read_node(self._node)
@@ -563,6 +585,9 @@ class FolderSink:
     def problems(self, now: float) -> Mapping[str, str]:
         return {}
 
+    def forget(self) -> None:
+        """A folder has no Nodes."""
+
     def _write(self, path: Path, body: Body) -> int:
         """Whoever reads the file never sees half of it."""
         text = msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n"
@@ -588,6 +613,9 @@ class NoSink:
 
     def problems(self, now: float) -> Mapping[str, str]:
         return {}
+
+    def forget(self) -> None:
+        pass
 
 
 def replace_file(path: Path, content: bytes) -> None:
