@@ -101,8 +101,7 @@ class FaultyProxy:
                 if "watch=true" in self.path:
                     self.pass_watch_on()
                     return
-                ours = proxy.then.get(self.command) or proxy.faults
-                fault = ours.pop(0) if ours else None
+                fault = proxy.next_fault(self.command)
                 if fault is not None and not fault.after:
                     self.fail(fault)
                     return
@@ -161,6 +160,13 @@ class FaultyProxy:
                 pass
 
         return Handler
+
+    def next_fault(self, method: str) -> Fault | None:
+        """What a request of the method gets; of two at once each takes its own."""
+        for faults in (self.then.get(method, []), self.faults):
+            with contextlib.suppress(IndexError):
+                return faults.pop(0)
+        return None
 
     def ask(
         self, method: str, path: str, content: bytes, headers: Message

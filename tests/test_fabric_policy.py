@@ -1,6 +1,5 @@
 """Who may ask for fabric resources: deploy/components/fabric-namespaces on a real API server."""
 
-import time
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ import yaml
 
 from tests.deployed import DEPLOY
 from tests.real_apiserver import ApiServer
+from tests.waiting import until
 
 POLICY = DEPLOY / "components/fabric-namespaces/admission.yaml"
 FABRIC = "nvidia.com/gpu-fabric.ring-0"
@@ -40,10 +40,7 @@ def test_only_namespaces_with_the_label_may_ask(apiserver: ApiServer, where: str
         answer = apiserver.request("POST", path, asks(where, resource))
         return answer.status, str(answer.body.get("message", ""))
 
-    end = time.monotonic() + 10
-    while status("fabric-no", FABRIC)[0] == 201:  # in force a moment after it was written
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: status("fabric-no", FABRIC)[0] != 201)  # in force a moment after it was written
     code, message = status("fabric-no", FABRIC)
     assert code == 422
     assert "namespace fabric-no may not ask for nvidia.com/gpu-fabric resources" in message

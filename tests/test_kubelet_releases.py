@@ -74,6 +74,7 @@ def test_a_rival_that_ends_does_not_take_the_plugin_down_with_it(kubelet: Kubele
         time.sleep(0.7)
         assert plugin.resources[GPU].counters.registrations == 0
     kubelet.wait_devices(GPU, 4)
+    assert until(lambda: plugin.ready)
     time.sleep(0.5)
     assert kubelet.state().allocatable[GPU] == "4"
     assert plugin.resources[GPU].counters.registrations == 1
@@ -85,8 +86,8 @@ def test_an_instance_takes_over_from_the_one_before(kubelet: Kubelet, plugin: De
     second = started(kubelet)
     assert until(lambda: second.registrations)
     plugin.stop()
-    kubelet.wait_devices(GPU, 4)
     assert until(lambda: second.ready)
+    kubelet.wait_devices(GPU, 4)
     assert not held & gpus(kubelet, "next", 2)
     second.stop()
 
@@ -103,8 +104,8 @@ def test_the_plugin_watcher_finds_the_socket_after_each_restart(kubelet: Kubelet
 def test_random_steps_lose_nothing_and_hand_nothing_out_twice(go_program: GoProgram) -> None:
     world = World(go_program(OLDER), 7)
     try:
-        for _ in range(STEPS):
-            world.step()
+        for number in range(STEPS):
+            world.step(number)
         world.nothing_lost()
         world.all_well()
     finally:

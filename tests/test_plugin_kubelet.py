@@ -317,7 +317,7 @@ def test_slices_and_gpus_are_resources_side_by_side(run: Run) -> None:
     assert part in cut
     node.kubelet.restart()
     node.ready()
-    assert node.plugin.ready
+    assert until(lambda: node.plugin.ready)
 
 
 def test_devices_without_a_numa_node_are_handed_out_under_single_numa_node(run: Run) -> None:
