@@ -114,3 +114,11 @@ def test_no_relative_imports() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 assert not node.level, f"{module}:{node.lineno} imports relatively"
+
+
+def test_the_documents_draw_this_house() -> None:
+    text = (ROOT / "docs/development.md").read_text()
+    drawn = {line.split()[0] for line in text.split("```")[1].strip().splitlines()}
+    rooms = {room(module).replace(".", "/") for module in MODULES} - {"rte"}
+    assert {path.removesuffix("/").removesuffix(".py") for path in drawn} >= rooms
+    assert all((ROOT / path).exists() for path in drawn)
