@@ -354,12 +354,12 @@ def cluster(apiserver: ApiServer) -> Iterator[Cluster]:
 def test_the_real_scheduler_misjudges_these_pods_and_by_other_objects_others(
     cluster: Cluster, scheduler: StartScheduler
 ) -> None:
-    started = scheduler()
     nodes: dict[str, ModelNode] = {}
     for number, (name, limit) in enumerate(LIMITS.items()):
         own = f"{cluster.namespace}-{number}"
         nodes[name] = model_node(cluster, own, limit.machine, limit.config, state=start(limit))
         nodes[name].publish()
+    started = scheduler()  # one that is there before may hear of a pod before its node
     numbers = {name: number for number, name in enumerate(LIMITS)}
 
     def asked(pods: Mapping[str, Json], *, stay: bool = False) -> dict[str, bool]:
@@ -460,11 +460,11 @@ def test_the_real_managers_admit_and_refuse_these_pods(name: str, kubelet: Start
 def test_a_device_may_turn_sick_between_the_two_decisions(
     cluster: Cluster, scheduler: StartScheduler
 ) -> None:
-    started = scheduler()
     limit = LIMITS["init container"]
     own = f"{cluster.namespace}-0"
     node = model_node(cluster, own, limit.machine, limit.config, state=start(limit))
     node.publish()
+    started = scheduler()
     made = pod("p", {GPU: 4})
     cluster.create(made, started.name, node=node.name)
     assert cluster.verdicts(started, ["p"]) == {"p": node.name}
