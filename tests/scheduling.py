@@ -275,8 +275,12 @@ class ModelNode(NodeModel):
 
 
 def node_allocatable(state: kubelet_node.KubeletState) -> dict[str, int]:
-    """What the kubelet's Node says, in base units; devices that turn sick later stay in it."""
-    return {**state.allocatable, **{r: len(ids) for r, ids in state.devices.items()}}
+    """What the kubelet's Node says, in base units; of devices it has the healthy ones."""
+    healthy = {
+        resource: sum((resource, id) not in state.unhealthy for id in ids)
+        for resource, ids in state.devices.items()
+    }
+    return {**state.allocatable, **healthy}
 
 
 def model_node(
@@ -510,7 +514,9 @@ def kubelet_machine(machine: Machine) -> list[Json]:
             "socket": index,
             "cores": [list(map(int, core)) for core in threads(node.cpus)],
             "memory": str(node.memory_bytes or 0),
-            "hugepages": {"2Mi": node.huge_pages.get(2 << 20, 0)},
+            "hugepages": {
+                f"{size >> 20}Mi": count for size, count in {2 << 20: 0, **node.huge_pages}.items()
+            },
             "distances": [node.distance.get(other.id, 10) for other in machine.numa_nodes],
         }
         for index, node in enumerate(machine.numa_nodes)

@@ -8,7 +8,7 @@ with a zone for each NUMA node with CPUs it is wrong about that one or another.
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from pathlib import Path
@@ -16,22 +16,36 @@ from typing import Any, TypeVar
 
 import pytest
 
+from rte.kubelet import usage
 from rte.kubelet.admission import Admitted
 from rte.kubelet.node import KubeletState
 from rte.kubelet.spec import PodSpec
-from rte.model import CpuId, DeviceId, Machine, NumaId, NumaNode, Scope, TopologyManagerPolicy
+from rte.model import (
+    CpuId,
+    DeviceId,
+    Machine,
+    NumaId,
+    NumaNode,
+    Scope,
+    TopologyManagerPolicy,
+    base_units,
+)
+from rte.publish.nrt import nrt
 from tests.chance import OVERHEAD, RUNTIME_CLASS
 from tests.conftest import StartKubelet, StartScheduler
+from tests.observed import observe
 from tests.real_apiserver import ApiServer
 from tests.real_kubelet import Json, pod
 from tests.scheduling import (
     CRD,
     GPU,
+    NIC,
     Cluster,
     ModelNode,
     NodeModel,
     kubelet_machine,
     model_node,
+    node_allocatable,
     with_runtime_class,
 )
 from tests.scheduling import kubelet as model_kubelet
@@ -70,6 +84,7 @@ class Limit:
     devices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # GPU → NUMA nodes
     others: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # a resource each
     before: tuple[Json, ...] = ()
+    sick: tuple[str, ...] = ()  # GPUs, from then on
     admitted: tuple[Json, ...]  # by the kubelet, one or the other
     refused: tuple[Json, ...]
     wrong: str  # the pod about which the scheduler is wrong by our object
@@ -101,8 +116,8 @@ def sidecar(made: Json) -> Json:
     return made
 
 
-def pod_level(made: Json) -> Json:
-    own = {"cpu": "2", "memory": "1Gi"}
+def pod_level(made: Json, cpus: str = "2") -> Json:
+    own = {"cpu": cpus, "memory": "1Gi"}
     made["spec"]["resources"] = {"requests": own, "limits": own}
     return made
 
@@ -241,6 +256,15 @@ LIMITS: Mapping[str, Limit] = {
         refused=(ON_BOTH, pod("two-gpus", {GPU: 1, LEFT: 1}, {GPU: 1, RIGHT: 1})),
         wrong="two-gpus",
     ),
+    "sick device in use": Limit(
+        config=policy(SINGLE),
+        devices=gpus(0, 0, 0, 0),
+        before=(pod("a", {GPU: 2}),),
+        sick=("g0",),
+        admitted=(pod("two", {GPU: 2}),),
+        refused=(pod("three", {GPU: 3}),),
+        wrong="two",
+    ),
 }
 
 
@@ -253,7 +277,13 @@ def a_node(limit: Limit) -> NodeModel:
     node = NodeModel(name="n", machine=limit.machine, state=start(limit))
     for each in limit.before:
         assert isinstance(node.admit(each), Admitted), each
+    sicken(limit, node)
     return node
+
+
+def sicken(limit: Limit, node: NodeModel) -> None:
+    unhealthy = frozenset((GPU, DeviceId(id)) for id in limit.sick)
+    node.state = replace(node.state, unhealthy=unhealthy)
 
 
 @pytest.mark.parametrize("name", LIMITS)
@@ -395,6 +425,11 @@ def test_the_real_scheduler_misjudges_these_pods_and_by_other_objects_others(
 
     for row in rows({name: limit.before for name, limit in LIMITS.items()}):
         assert set(asked(row, stay=True).values()) == {True}
+    for name, limit in LIMITS.items():
+        if limit.sick:
+            sicken(limit, nodes[name])
+            nodes[name].publish()
+            cluster.set_allocatable(nodes[name].name, node_allocatable(nodes[name].state))
     assert all_asked() == {name: [limit.wrong] for name, limit in LIMITS.items()}
 
     expected = {}
@@ -445,12 +480,17 @@ def test_the_real_managers_admit_and_refuse_these_pods(name: str, kubelet: Start
     limit = LIMITS[name]
     real = kubelet(limit.config, machine=kubelet_machine(limit.machine))
     with ExitStack() as stack:
+        plugins = {}
         for resource, ids in limit.all_devices.items():
             listed = {str(id): tuple(map(int, numa)) or None for id, numa in ids.items()}
-            stack.enter_context(SimplePlugin(resource, listed)).serve(real.plugin_dir)
+            plugins[resource] = stack.enter_context(SimplePlugin(resource, listed))
+            plugins[resource].serve(real.plugin_dir)
             real.wait_devices(resource, len(listed))
         for made in limit.before:
             assert real.admit(made).admitted
+        if limit.sick:
+            plugins[GPU].set_unhealthy(*limit.sick)
+            real.wait_devices(GPU, len(limit.devices) - len(limit.sick))
         for pod_name, (made, runs) in limit.pods.items():
             answer = real.admit(made)
             assert answer.admitted is runs, (pod_name, answer)
@@ -472,6 +512,73 @@ def test_a_device_may_turn_sick_between_the_two_decisions(
     assert not node.would_admit(made)
 
 
+def test_what_a_pod_as_a_whole_asks_for_is_read_by_no_plugin(
+    cluster: Cluster, scheduler: StartScheduler, kubelet: StartKubelet
+) -> None:
+    """Where the kubelet binds that, which takes a feature gate: of two pods that only this tells
+    apart it admits the one and refuses the other."""
+    gates = {"PodLevelResources": True, "PodLevelResourceManagers": True}
+    config = policy(SINGLE, **CPUS, **POD, featureGates=gates)
+    limit = Limit(config=config, admitted=(), refused=(), wrong="")
+    before = (pod("left", bound(cpu=4)), pod("right", bound(cpu=4)))
+    small_pod, large_pod = pod_level(pod("small", {}), "4"), pod_level(pod("large", {}), "6")
+    real = kubelet(config, machine=kubelet_machine(limit.machine))
+    for made in before:
+        assert real.admit(made).admitted
+    admitted = real.admit(small_pod)
+    real.remove("small")
+    refused = real.admit(large_pod)
+    assert (admitted.admitted, refused.reason) == (True, "TopologyAffinityError")
+
+    own = f"{cluster.namespace}-0"
+    node = model_node(cluster, own, limit.machine, config)
+    started = scheduler()
+    for made in before:
+        node.publish()
+        cluster.create(made, started.name, node=own)
+        cluster.wait_placed(started, [made["metadata"]["name"]], within_s=10)
+        assert isinstance(node.admit(made), Admitted)
+    node.publish()
+    for made in (small_pod, large_pod):
+        cluster.create(made, started.name, node=own)
+        name = made["metadata"]["name"]
+        assert cluster.verdicts(started, [name]) == {name: own}
+        cluster.delete(name)
+
+
+def test_nobody_tells_of_a_sick_device_of_anothers_plugin(
+    cluster: Cluster, scheduler: StartScheduler, kubelet: StartKubelet
+) -> None:
+    """Of two kubelets of which all can be read alike one admits a pod and one refuses it."""
+    limit = Limit(config=policy(SINGLE), admitted=(), refused=(), wrong="")
+    made = pod("p", {NIC: 1})
+    read, answers = [], []
+    for numa in (None, (0,)):
+        real = kubelet(limit.config, machine=kubelet_machine(limit.machine))
+        with (
+            SimplePlugin(NIC, {"sick": numa, "well": None}) as plugin,
+            closing(usage.channel(real.pod_resources)) as channel,
+        ):
+            plugin.serve(real.plugin_dir)
+            real.wait_devices(NIC, 2)
+            plugin.set_unhealthy("sick")
+            real.wait_devices(NIC, 1)
+            read.append((observe(real, channel, ()), real.state()))
+            answers.append(real.admit(made))
+    assert [answer.admitted for answer in answers] == [True, False]
+    assert answers[1].reason == "TopologyAffinityError"
+    assert read[0] == read[1]
+
+    observation, said = read[1]
+    name = f"{cluster.namespace}-0"
+    body = nrt(observation, node_name=name, node_uid=None, version="test")
+    cluster.add_node(name, {key: base_units(value) for key, value in said.allocatable.items()})
+    cluster.real.apply(body)
+    started = scheduler()
+    cluster.create(made, started.name, node=name)
+    assert cluster.verdicts(started, ["p"]) == {"p": name}
+
+
 def test_the_rows_of_the_docs_are_these() -> None:
     text = DOCS.read_text()
     table = text[text.index("## What it cannot be told") :]
@@ -480,6 +587,7 @@ def test_the_rows_of_the_docs_are_these() -> None:
     said = {name: (placed == "yes", admitted == "yes") for name, placed, admitted in rows}
     assert said == {
         "health": (True, False),
+        "sick device unseen": (True, False),
         **{name: (not admitted, admitted) for name, admitted in runs.items()},
     }
-    assert set(LIMITS) == set(FACTS)
+    assert {*LIMITS, "sick device unseen"} == set(FACTS)

@@ -6,6 +6,7 @@ tests/test_scheduler.py holds the model to the real one pod by pod. Quantities a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -183,13 +184,22 @@ def memory_group(case: Case) -> Case | None:
 def odd_cpus(case: Case) -> Case | None:
     """The same node, which gives out single threads."""
     policy, topology = case.state.policy, case.state.topology
-    if policy.cpu_manager != "static" or policy.cpu_manager_options.get(WHOLE_CORES) != "true":
+    options = dict(policy.cpu_manager_options)
+    if policy.cpu_manager != "static" or options.pop(WHOLE_CORES, None) != "true":
         return None
-    is_odd = any(cpus(each) % (1000 * topology.threads) for each in case.spec.containers)
+    if not binds(case.spec):
+        return None
+    exclusive = [cpus(each) // 1000 for each in case.spec.containers if not cpus(each) % 1000]
+    is_odd = any(count % topology.threads for count in exclusive)
     halves = topology.siblings(policy.reserved_cpus) - set(policy.reserved_cpus)
-    if not is_odd and not halves:
+    if not is_odd and not (any(exclusive) and halves):
         return None
-    return with_policy(case, cpu_manager_options={})
+    return with_policy(case, cpu_manager_options=options)
+
+
+def binds(spec: PodSpec) -> bool:
+    """Whether the kubelet's managers give such a pod's containers CPUs and memory of their own."""
+    return spec.qos == "Guaranteed" and not spec.has_pod_level_resources
 
 
 def with_policy(case: Case, **changed: Any) -> Case:
@@ -197,12 +207,22 @@ def with_policy(case: Case, **changed: Any) -> Case:
 
 
 def shared_cpus(case: Case) -> Case | None:
-    """The plugin passes over the CPUs of containers that get none of their own."""
+    """The plugin passes over the CPUs of containers that get none of their own, where some NUMA
+    node has fewer left than the pod wants."""
     if case.state.policy.cpu_manager != "static" or case.spec.qos != "Guaranteed":
         return None
     if not any(cpus(each) % 1000 for each in case.told.containers):
         return None
+    if 1000 * fewest_cpus(case.state) >= sum(map(cpus, case.told.containers)):
+        return None
     return telling(case, lambda each: {"cpu"} if cpus(each) % 1000 else set())
+
+
+def fewest_cpus(state: KubeletState) -> int:
+    """The exclusive CPUs that are left on the NUMA node that has the fewest."""
+    held = {cpu for pod in state.pods.values() for each in pod.containers for cpu in each.cpus}
+    free = set(state.topology.node) - held - set(state.policy.reserved_cpus)
+    return min(len(free.intersection(node.cpus)) for node in state.numa_nodes if node.cpus)
 
 
 def pod_level(case: Case) -> Case | None:
@@ -216,7 +236,11 @@ def cpus(container: ContainerSpec) -> int:
     return container.requests.get("cpu", 0)
 
 
-def telling(case: Case, left_out: Callable[[ContainerSpec], set[str]]) -> Case:
+def telling(case: Case, left_out: Callable[[ContainerSpec], set[str]]) -> Case | None:
+    """None where a zone does not list it at all, for which the plugin refuses anything."""
+    names = {name for each in case.told.containers for name in left_out(each)}
+    if not all(names <= set(zone) for zone in case.seen.zones):
+        return None
     containers = tuple(
         replace(each, requests={n: a for n, a in each.requests.items() if n not in left_out(each)})
         for each in case.told.containers
@@ -227,6 +251,8 @@ def telling(case: Case, left_out: Callable[[ContainerSpec], set[str]]) -> Case:
 def overhead(case: Case) -> Case | None:
     """The plugin passes over what the pod's runtime takes."""
     if not case.told.overhead or case.state.policy.scope is not Scope.POD:
+        return None
+    if not all(set(case.told.overhead) <= set(zone) for zone in case.seen.zones):
         return None
     return replace(case, told=replace(case.told, overhead={}))
 
@@ -390,6 +416,41 @@ def node_without_cpus(case: Case) -> Case | None:
     return replace(case, state=replace(state, numa_nodes=nodes, memory=memory, devices=devices))
 
 
+def sick_device_in_use(case: Case) -> Case | None:
+    """The Node's allocatable has the devices too that pods hold and that are no longer healthy."""
+    state = case.state
+    held = {
+        (device.resource, device.id)
+        for pod in state.pods.values()
+        for container in pod.containers
+        for device in container.devices
+    }
+    known = {(resource, id) for resource, ids in state.devices.items() for id in ids}
+    sick = Counter(resource for resource, id in held & state.unhealthy | held - known)
+    asked = {name for each in case.spec.containers for name in each.requests}
+    if not asked & set(sick):
+        return None
+    allocatable = {n: a + 1000 * sick[n] for n, a in case.seen.allocatable.items()}
+    return replace(case, seen=replace(case.seen, allocatable=allocatable))
+
+
+def sick_device_unseen(case: Case) -> Case | None:
+    """Of resources that no zone lists the sick devices are gone."""
+    state = case.state
+    listed = {name for zone in case.seen.zones for name in zone}
+    devices = {
+        resource: {
+            id: numa
+            for id, numa in ids.items()
+            if resource in listed or (resource, id) not in state.unhealthy
+        }
+        for resource, ids in state.devices.items()
+    }
+    if devices == state.devices:
+        return None
+    return replace(case, state=replace(state, devices=devices))
+
+
 FACTS: Mapping[str, Fact] = {
     "restricted": restricted,
     "memory group": memory_group,
@@ -404,4 +465,6 @@ FACTS: Mapping[str, Fact] = {
     "request for none": request_for_none,
     "device without a node": device_without_node,
     "device of several nodes": device_of_several_nodes,
+    "sick device in use": sick_device_in_use,
+    "sick device unseen": sick_device_unseen,
 }
