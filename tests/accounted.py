@@ -9,7 +9,7 @@ from rte.kubelet import usage
 from rte.kubelet.ended import ENDED, with_ended
 from rte.kubelet.plausible import Doubt, Look, doubt
 from rte.kubelet.state import read_handed_out
-from rte.model import DeviceUse, NumaId, PodFacts, PodName
+from rte.model import DeviceId, DeviceUse, NumaId, PodFacts, PodName
 from rte.publish.nrt import nrt
 from tests.observed import observe
 from tests.real_kubelet import Admission, Kubelet, pod
@@ -139,17 +139,20 @@ class Node:
             ended=frozenset(pod.uid for pod in pods if pod.phase in ENDED),
         )
 
+    def our_devices(self) -> list[DeviceUse]:
+        return [
+            DeviceUse(resource=resource, id=DeviceId(id), numa=tuple(map(NumaId, nodes or ())))
+            for resource in self.ours
+            for id, nodes in self.plugins[resource].devices.items()
+        ]
+
     def published(self) -> Zones:
         body = nrt(
             observe(self.kubelet, self.channel, self.facts()),
             node_name="n",
             node_uid=None,
             version="test",
-            ours=[
-                DeviceUse(resource=resource, id=id, numa=tuple(map(NumaId, nodes or ())))  # type: ignore[arg-type]
-                for resource in self.ours
-                for id, nodes in self.plugins[resource].devices.items()
-            ],
+            ours=self.our_devices(),
         )
         return published(body)
 

@@ -140,13 +140,7 @@ def count_memory(
 
     `alone`: only what one node gives by itself counts, which a node of a group does not.
     """
-    state = saved(root / "memory_manager_state")
-    nodes = {int(id): here for id, here in state["machineState"].items()}
-    wholes = state.get("podEntries") or {}
-    for uid, containers in (state.get("entries") or {}).items():
-        if uid not in alive:
-            of_containers = [block for blocks in containers.values() for block in blocks]
-            take_back(nodes, wholes[uid]["memoryBlocks"] if uid in wholes else of_containers)
+    nodes = memory_nodes(root, alive)
     kinds = {
         kind
         for here in nodes.values()
@@ -165,6 +159,18 @@ def count_memory(
         }
         for id, here in nodes.items()
     }
+
+
+def memory_nodes(root: Path, alive: Collection[str]) -> dict[int, dict[str, Any]]:
+    """The Memory Manager's table of each NUMA node, after that."""
+    state = saved(root / "memory_manager_state")
+    nodes = {int(id): here for id, here in state["machineState"].items()}
+    wholes = state.get("podEntries") or {}
+    for uid, containers in (state.get("entries") or {}).items():
+        if uid not in alive:
+            of_containers = [block for blocks in containers.values() for block in blocks]
+            take_back(nodes, wholes[uid]["memoryBlocks"] if uid in wholes else of_containers)
+    return nodes
 
 
 def take_back(nodes: Mapping[int, Mapping[str, Any]], blocks: Sequence[Mapping[str, Any]]) -> None:

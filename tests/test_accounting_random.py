@@ -8,6 +8,7 @@ that asks for all that a zone has left, and rejects one that asks for more.
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from rte.model import base_units
 from tests import generated
 from tests.accounted import Node
 from tests.conftest import GoProgram
-from tests.real_kubelet import Kubelet, KubeletError, pod
+from tests.real_kubelet import Json, Kubelet, KubeletError, pod
 
 STEPS = 20
 SEEDS, LONG_SEEDS = 6, 200
@@ -37,8 +38,8 @@ class World:
         self.chance = chance
         kubelet = None
         while kubelet is None:
-            self.machine = generated.machine(chance)
-            self.config = generated.config(chance, self.machine)
+            self.machine = self.a_machine()
+            self.config = self.a_config()
             try:
                 kubelet = Kubelet(program, self.config, machine=self.machine, rate_limit=False)
             except KubeletError as error:
@@ -52,12 +53,21 @@ class World:
         self.believed: Look | None = None
         self.names = 0
         self.log = [f"{self.config}", f"{self.machine}"]
-        for resource, devices in generated.devices(chance, self.machine).items():
+        for resource, devices in self.some_devices().items():
             self.node.plug(resource, devices, ours=resource == generated.GPU)
 
     def close(self) -> None:
         self.node.close()
         self.node.kubelet.close()
+
+    def a_machine(self) -> list[Json]:
+        return generated.machine(self.chance)
+
+    def a_config(self) -> Json:
+        return generated.config(self.chance, self.machine)
+
+    def some_devices(self) -> dict[str, dict[str, Any]]:
+        return generated.devices(self.chance, self.machine)
 
     # What happens
 
@@ -158,9 +168,10 @@ class World:
         for resource in there:
             self.serve(resource)
 
-    def step(self) -> None:
+    def kinds(self) -> dict[Callable[[], None], float]:
+        """What may happen next, and how often."""
         crowded = len(self.node.alive) > 6
-        kinds: dict[Callable[[], None], float] = {
+        return {
             self.admit: 20 if crowded else 45,
             self.remove: 20 if crowded else 10,
             self.finish: 10,
@@ -170,6 +181,9 @@ class World:
             self.plug: 4,
             self.restart: 4,
         }
+
+    def step(self) -> None:
+        kinds = self.kinds()
         (kind,) = self.chance.choices(list(kinds), list(kinds.values()))
         self.log.append(kind.__name__)
         kind()
