@@ -85,8 +85,9 @@ def kubectl(server: RealApiServer, words: list[str]) -> None:
 
 
 @pytest.fixture
-def cluster(apiserver: RealApiServer, go_program: GoProgram) -> Cluster:
-    return deploy(apiserver, go_program("kustomize"))
+def cluster(apiserver: RealApiServer, go_program: GoProgram) -> Iterator[Cluster]:
+    yield deploy(apiserver, go_program("kustomize"))
+    deploy(apiserver, go_program("kustomize"))  # other tests of this process have deployed it too
 
 
 @pytest.fixture
