@@ -367,6 +367,88 @@ def test_a_foreign_edit_is_found_by_re_reading_though_nothing_is_to_be_published
     assert "second-exporter" in next(iter(sink.problems(1200).values()))
 
 
+ATTRIBUTES = nrt("")["attributes"]
+COUNTER = {"name": "rteEcho", "value": "1"}
+BY_HAND: dict[str, list[Json]] = {
+    "a figure": [{"op": "replace", "path": "/zones/0/resources/0/available", "value": "9"}],
+    "a figure as a number": [
+        {"op": "replace", "path": "/zones/0/resources/0/available", "value": 4}
+    ],
+    "a resource more": [
+        {
+            "op": "add",
+            "path": "/zones/0/resources/0",
+            "value": {"name": "a.b/c", "capacity": "1", "allocatable": "1", "available": "1"},
+        }
+    ],
+    "no resources": [{"op": "remove", "path": "/zones/0/resources"}],
+    "costs": [{"op": "replace", "path": "/zones/0/costs/0/value", "value": 11}],
+    "a zone's type": [{"op": "replace", "path": "/zones/0/type", "value": "Socket"}],
+    "a zone's parent": [{"op": "add", "path": "/zones/0/parent", "value": "node-1"}],
+    "a zone's attributes": [
+        {"op": "add", "path": "/zones/0/attributes", "value": [{"name": "a", "value": "b"}]}
+    ],
+    "zones in another order": [{"op": "move", "from": "/zones/0", "path": "/zones/1"}],
+    "a zone less": [{"op": "remove", "path": "/zones/1"}],
+    "no zones": [{"op": "replace", "path": "/zones", "value": []}],
+    "an attribute": [{"op": "replace", "path": "/attributes/0/value", "value": "x"}],
+    "an attribute more": [{"op": "add", "path": "/attributes/0", "value": COUNTER | {"name": "a"}}],
+    "an attribute twice": [{"op": "add", "path": "/attributes/0", "value": ATTRIBUTES[0]}],
+    "attributes in another order": [
+        {"op": "move", "from": "/attributes/0", "path": "/attributes/1"}
+    ],
+    "no attributes": [{"op": "remove", "path": "/attributes"}],
+    "the counter before the rest": [
+        {"op": "move", "from": "/attributes/2", "path": "/attributes/0"}
+    ],
+    "the counter twice": [{"op": "add", "path": "/attributes/-", "value": COUNTER}],
+    "the counter as a word": [{"op": "replace", "path": "/attributes/2/value", "value": "x"}],
+    "the counter": [{"op": "replace", "path": "/attributes/2/value", "value": "70"}],
+    "no counter": [{"op": "remove", "path": "/attributes/2"}],
+    "a field of the former kind": [
+        {"op": "add", "path": "/topologyPolicies", "value": ["SingleNUMANodeContainerLevel"]}
+    ],
+    "no label": [{"op": "remove", "path": "/metadata/labels"}],
+    "no owner": [{"op": "remove", "path": "/metadata/ownerReferences"}],
+    "a strange annotation": [{"op": "add", "path": "/metadata/annotations", "value": {"a": "b"}}],
+    "a finalizer": [{"op": "add", "path": "/metadata/finalizers", "value": ["example.com/a"]}],
+}
+
+
+@pytest.mark.parametrize("operations", BY_HAND.values(), ids=BY_HAND.keys())
+def test_whatever_is_edited_by_hand_is_right_after_the_next_re_reading_and_stays_so(
+    real: RealApiServer, sink: ApiSink, node: str, operations: list[Json]
+) -> None:
+    sink.publish(nrt(node), 0)
+    assert sink.echo()
+    path = f"{PATH}{node}?fieldManager=kubectl-edit"
+    real.ask("PATCH", path, operations, content_type="application/json-patch+json")
+
+    def said() -> tuple[Any, ...]:
+        live = real.get(PATH + node)
+        names = [item["name"] for item in live["attributes"]]
+        plain = [item for item in live["attributes"] if item["name"] != "rteEcho"]
+        assert names.count("rteEcho") <= 1, names
+        assert "rteEcho" not in names[:-1], names
+        assert "topologyPolicies" not in live
+        metadata = live["metadata"]
+        return plain, live["zones"], metadata["labels"], len(metadata["ownerReferences"])
+
+    def right(body: Json) -> tuple[Any, ...]:
+        return body["attributes"], body["zones"], body["metadata"]["labels"], 1
+
+    def settle(body: Json) -> None:
+        sink.publish(body, 1)
+        until(lambda: not sink.reread(600)[0].wrote.is_write and said() == right(body))
+
+    settle(nrt(node))
+    assert sink.publish(nrt(node, available=3), 601).wrote.is_write
+    assert said() == right(nrt(node, available=3))
+    assert sink.echo()
+    assert said() == right(nrt(node, available=3))
+    real.ask("PATCH", path, {"metadata": {"finalizers": None}}, content_type=MERGE)
+
+
 def test_a_deleted_object_is_put_back_at_the_next_re_reading_only(
     real: RealApiServer, sink: ApiSink, node: str
 ) -> None:
@@ -614,18 +696,27 @@ def test_re_reading_asks_for_one_object_at_a_time(
 
 
 def test_a_former_writer_is_taken_over_from_when_it_has_been_silent(
-    real: RealApiServer, api: ApiServer, node: str
+    real: RealApiServer, api: ApiServer, faulty: ApiServer, proxy: FaultyProxy, node: str
 ) -> None:
     former = nrt(node, available=0) | {"topologyPolicies": ["SingleNUMANodeContainerLevel"]}
     query = "?fieldManager=resource-topology-exporter"
     real.ask("PATCH", PATH + node + query, former, content_type=APPLY)
-    patient = ApiSink(api, node=node, takeover_after_s=180)
+    patient = ApiSink(faulty, node=node, takeover_after_s=180)
     outcome = patient.publish(nrt(node), 0)
     assert held(outcome)
     assert outcome.again_s is not None
     assert 170 < outcome.again_s <= 181
     assert "resource-topology-exporter" in next(iter(patient.problems(0).values()))
     assert real.get(PATH + node)["zones"] == former["zones"]
+
+    before = len(proxy.seen)
+    outcome = patient.publish(nrt(node, available=3), 60)  # nor is it asked again before
+    assert held(outcome)
+    assert outcome.again_s is not None
+    assert 110 < outcome.again_s <= 121
+    assert proxy.seen[before:] == []
+    assert held(patient.publish(nrt(node, available=3), 181))  # by the server's clock
+    assert len(proxy.seen) == before + 1
 
     impatient = ApiSink(api, node=node, takeover_after_s=0)
     until(lambda: impatient.publish(nrt(node), 1).wrote is Wrote.APPLIED)

@@ -207,6 +207,7 @@ class Publication:
         self._version = ""  # of the published body
         self._echo = 0
         self._ours = False  # we have written it, or found it as we want it
+        self._awaited_until = 0.0  # until when a former writer is left alone
         self._held = False  # until the next re-reading
         self._problem: str | None = None
         self._problem_until = 0.0
@@ -228,6 +229,8 @@ class Publication:
         self._wanted = body
         if self._held:
             return self._outcome(Wrote.HELD)
+        if self._published is None and now < self._awaited_until:
+            return self._await_writer(now)
         if self._published is None:
             return self._settle(now, timer=False)
         if self._published == body:
@@ -278,6 +281,7 @@ class Publication:
         """Nothing is known of it any more: it is read before the next write."""
         self._published = None
         self._ours = self._held = False
+        self._awaited_until = 0.0
 
     def problem(self, now: float) -> str | None:
         """What others did to it, until it has not happened again for an hour."""
@@ -324,8 +328,13 @@ class Publication:
                 f"that has been silent for {self._takeover_after_s:g} s",
                 for_s=wait_s,
             )
-            return self._outcome(Wrote.HELD)._replace(again_s=wait_s)
+            self._awaited_until = now + wait_s
+            return self._await_writer(now)
         return self._apply(body, version=version)
+
+    def _await_writer(self, now: float) -> Outcome:
+        """What it says meanwhile is of no use to us, so it is not read."""
+        return self._outcome(Wrote.HELD)._replace(again_s=self._awaited_until - now)
 
     def _hold(self, now: float, words: str) -> Outcome:
         self._held = True
@@ -453,17 +462,15 @@ def last_foreign_writer(live: Body) -> Writer | None:
 
 
 def _echo_of(live: Body) -> int:
-    for attribute in live.get("attributes") or ():
-        if attribute.get("name") == ECHO and str(attribute.get("value")).isdecimal():
-            return int(attribute["value"])
+    """The counter that is the last of the attributes; anywhere else it is none of ours."""
+    for last in (live.get("attributes") or ())[-1:]:
+        if last.get("name") == ECHO and str(last.get("value")).isdecimal():
+            return int(last["value"])
     return 0
 
 
 def _without_echo(live: Body) -> Body:
-    if not live.get("attributes"):
-        return live
-    attributes = [a for a in live["attributes"] if a.get("name") != ECHO]
-    return {**live, "attributes": attributes}
+    return {**live, "attributes": live["attributes"][:-1]} if _echo_of(live) else live
 
 
 def published_policy(body: Body) -> Policy | None:
