@@ -97,6 +97,11 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    failed = terminalreporter.stats.keys() & {"failed", "error"}
+    if failed and getattr(config.option, "numprocesses", 0):
+        terminalreporter.write_line(
+            f"The workers had PYTHONHASHSEED={os.environ['PYTHONHASHSEED']}."
+        )
     left_out = config.stash.get(GO_PROGRAMS_LEFT_OUT, 0)
     if left_out:
         terminalreporter.write_line(
