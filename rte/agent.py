@@ -83,6 +83,9 @@ HANGS_S = 180.0
 """A turn is a few requests with time-outs of 5 and 10 s; one that takes so long hangs."""
 UNREAD_S = 5.0
 """At a normal start the first reading of the hardware takes a second or two."""
+UNTOLD_S = 5.0
+"""So long the first publication waits for those who tell of the pods: without them it would cover
+other pods than the object that a former process has left, and soon be written again."""
 REREAD_RETRY_S = 30.0
 """After a re-reading that failed, and up to half of it later by chance; looks wait for none."""
 
@@ -144,6 +147,8 @@ class Sources(NamedTuple):
     """What a former publisher said, for as long as the kubelet's configuration is unknown. May
     raise ApiError."""
     pods: Callable[[], tuple[PodFacts, ...] | None] = lambda: None
+    pods_awaited: Callable[[], bool] = lambda: False
+    """Whether nobody has told of the pods yet, and somebody may soon."""
     own_node: Callable[[], OwnNode | None] = lambda: None  # may raise ApiError
     withheld: Callable[[], Mapping[str, str]] = dict  # cordoned devices and the reason
     advertised: Callable[[], tuple[DeviceUse, ...] | None] = lambda: None
@@ -255,7 +260,7 @@ class Agent:
     def follow(self, pace: Pace) -> None:
         """Goes on at this pace, and publishes what is now composed."""
         with self._condition:
-            self._pacer.pace = pace
+            self._pacer.follow(pace, self.clock(), chance=random.random())
         self._stale_s = pace.stale_s
         self.stale_after_s = max(60.0, 3 * pace.poll_s)
         self.wake(Reason.CONFIGURATION)
@@ -329,7 +334,7 @@ class Agent:
             try:
                 self._turn(due)
             except Exception as error:
-                self._fail("agent", type(error).__name__, f"{error!r}; this is a bug")
+                self._fail("agent", type(error).__name__, repr(error))
                 log.exception("the publisher goes on after")
             else:
                 self.problems.end("agent")
@@ -409,7 +414,7 @@ class Agent:
         if before is not None and observation.node_uid not in (None, before):
             self.sink.forget()
         self.observation, self.observed_at, self._sink_is_due = observation, now, True
-        self._publish(observation, since=min(reasons.values()), now=now)
+        self._publish(observation, reasons, now)
 
     def _take(self, reasons: Reasons) -> None:
         """Forgets what a reason makes doubtful of what is known."""
@@ -435,6 +440,8 @@ class Agent:
             self._say_unread(now)
             return None
         self.problems.end("hardware")
+        if pods is None and self.observation is None and self._awaits_pods(now):
+            return None
         policy, own_node = self._policy.read(now), self._own_node.read(now)
         return Observation(
             machine=snapshot.machine,
@@ -502,7 +509,7 @@ class Agent:
             self.counts.doubted += 1
             log.debug("looking again: %s", found.why)
             return False
-        log.info("published as it is: %s", found.why)
+        log.info("published as it is, since it stays so: %s", found.why)
         return True
 
     def _say_unread(self, now: float) -> None:
@@ -514,6 +521,16 @@ class Agent:
             with self._condition:
                 self._pacer.again(now, left_s)
 
+    def _awaits_pods(self, now: float) -> bool:
+        """Whether they may be told in a moment, which is a reason to look."""
+        left_s = self._started_at + UNTOLD_S - now
+        if left_s <= 0 or not self._sources.pods_awaited():
+            return False
+        self._pacer_looked(now, wrote=False)
+        with self._condition:
+            self._pacer.again(now, left_s)
+        return True
+
     def _glance(self, now: float) -> None:
         """Whether the kubelet's offer is as long as it was: the end of a device plugin's stream is
         in no file, and so many bytes more or less are a resource or a device."""
@@ -523,7 +540,7 @@ class Agent:
         if len(offer) != self._offered_bytes:
             self.wake(Reason.ALLOCATABLE)
 
-    def _publish(self, observation: Observation, *, since: float, now: float) -> None:
+    def _publish(self, observation: Observation, reasons: Reasons, now: float) -> None:
         bodies = iter(self._compose(observation))
         topology = next(bodies)
         outcome = self.sink.publish(topology, now)
@@ -544,10 +561,13 @@ class Agent:
         if not self._held and self._other_failed is None:
             self.on_published()
         if wrote:
-            self.counts.last_publish_s = end - since
-            self.counts.publish_seconds += end - since
+            took_s = end - min(reasons.values())
+            self.counts.last_publish_s = took_s
+            self.counts.publish_seconds += took_s
             self.counts.publications += 1
-            log.info("%s, %.0f ms", _in_words(outcomes), (end - since) * 1000)
+            log.info(
+                "%s, %.0f ms after %s", _in_words(outcomes), took_s * 1000, " and ".join(reasons)
+            )
         self._pacer_looked(end, wrote=wrote, wakes=wakes)
         self._report_others(now, outcomes)
 
@@ -609,10 +629,10 @@ class Agent:
         try:
             self._count([self.sink.publish(body, now)])
         except ApiError as error:
-            self.problems.report("API server", str(error))
+            self.problems.report("API server", refused(error))
             return
         self._topology = body
-        log.warning("published that nothing has been known for %.0f s", late_s)
+        log.warning("the object says that nothing has been known of the node for %.0f s", late_s)
 
     def _pacer_looked(self, now: float, *, wrote: bool, wakes: bool = False) -> None:
         self._is_failing = False
@@ -640,6 +660,7 @@ class Agent:
         with self._condition:
             self._pacer.reread(now, chance=random.random())
         self._rereads += 1
+        self._policy.ask_files()
         if self._rereads % NODE_SELDOM == 0:
             # In place of the other: an idle hour is six requests.
             self._own_node.ask()
@@ -696,7 +717,7 @@ def with_later(reasons: Reasons, later: Reasons) -> Reasons:
 
 def refused(error: ApiError) -> str:
     """What the API server has against it, and where that may come from."""
-    words = str(error)
+    words = error.answer if error.is_of_all else str(error)
     if error.unknown_kind:
         words += "; is the custom resource definition installed?"
     return words

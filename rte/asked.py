@@ -74,6 +74,12 @@ class KubeletPolicy:
         self._is_due = True
         self._retry.end()
 
+    def ask_files(self) -> None:
+        """Likewise where that costs nobody else anything: not all files are watched, and what was
+        changed should be said before the kubelet restarts with it."""
+        if not self._is_due and self._changed() is not None:
+            self._is_due = True
+
     @property
     def again_at(self) -> float | None:
         """When it is worth another `read`, by the clock that `read` was told."""

@@ -130,6 +130,12 @@ class Pacer:
         self._doubted_since: float | None = None
         self._doubt_at: float | None = None
 
+    def follow(self, pace: Pace, now: float, *, chance: float) -> None:
+        """Goes on at another pace: what it has sooner is sooner at once."""
+        self.pace = pace
+        self._poll_at = min(self._poll_at, now + pace.poll_s)
+        self.reread_at = min(self.reread_at, now + pace.reread_s * (1 + chance / 5))
+
     # What has happened
 
     def woken(self, now: float, *, urgent: bool = False) -> None:

@@ -22,6 +22,8 @@ from rte.model import (
     Policy,
     Usage,
 )
+from rte.publish.features import FeatureFile
+from rte.publish.publisher import FolderSink, Wrote
 from rte.sources.recorded import read_recorded
 
 MACHINES = Path(__file__).parent / "machines"
@@ -175,21 +177,43 @@ def test_a_key_that_no_label_can_have_is_refused(keys: dict[str, str], problem: 
     assert problem in caught.value.problem
 
 
-def test_labels_as_a_feature_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def labels_of(made: Composer) -> dict[str, Any]:
+    found: dict[str, Any] = bodies(made)["Node"]
+    return found
+
+
+def test_labels_as_a_feature_file_which_is_put_back(tmp_path: Path) -> None:
     path = tmp_path / "features.d" / "rte"
-    made = composer(f"labels: {{write: feature-file, featureFile: {path}}}")
-    assert "Node" not in bodies(made)
-    assert "hardware.nvlink.groups=4\n" in path.read_text()
+    sink = FeatureFile(FolderSink(tmp_path), path)
+    labels = labels_of(composer("labels: {write: feature-file}"))
+    assert sink.publish(labels, 0).wrote is Wrote.APPLIED
+    text = path.read_text()
+    assert "hardware.nvlink.groups=4\n" in text
+    assert sink.publish(labels, 1).wrote is Wrote.UNCHANGED
+    assert sink.reread(2) == ()
+    path.unlink()
+    assert [outcome.wrote for outcome in sink.reread(3)] == [Wrote.APPLIED]
+    assert path.read_text() == text
+    path.write_text("hardware.nvlink.groups=5\n")
+    assert sink.publish(labels, 4).wrote is Wrote.APPLIED
+    assert path.read_text() == text
+    assert not list(tmp_path.glob("node-*"))
 
 
 def test_a_feature_file_that_cannot_be_written_stops_nothing_and_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    made = composer(f"labels: {{write: feature-file, featureFile: {tmp_path}/file/rte}}")
-    for _ in range(2):
-        assert "NodeResourceTopology" in bodies(made)
+    path = tmp_path / "file" / "rte"
+    sink = FeatureFile(FolderSink(tmp_path), path)
+    for now in range(2):
+        assert not sink.publish(
+            labels_of(composer("labels: {write: feature-file}")), now
+        ).size_bytes
     assert caplog.text.count("cannot be written") == 1
+    (tmp_path / "file").unlink()
+    sink.reread(3)
+    assert path.exists()
 
 
 # Groups by configuration

@@ -18,15 +18,16 @@ from plugin.life import DevicePlugin
 from rte.agent import Reason
 from rte.commands import parts
 from rte.commands.publisher import Publisher
-from rte.config import Config
+from rte.config import convert
 from rte.graph.build import build
-from rte.model import Fault, FaultClass, Faults, Machine, rfc3339
+from rte.model import Fault, FaultClass, Faults, Machine, PodName, rfc3339
+from rte.publish.fingerprint import fingerprint
 from tests.conftest import StartKubelet
 from tests.generated import GPU
 from tests.http_faults import FaultyProxy
 from tests.real_apiserver import MERGE
 from tests.real_apiserver import ApiServer as RealApiServer
-from tests.real_kubelet import Kubelet, numa_nodes
+from tests.real_kubelet import Kubelet, numa_nodes, pod
 from tests.small_machine import address, machine, slices, with_gpu
 from tests.waiting import until
 
@@ -82,14 +83,16 @@ class World:
         *,
         plugs: bool,
         config: Mapping[str, Any],
+        name: str | None,
     ) -> None:
-        self.name = f"inputs-{next(NUMBERS)}"
+        self.name = name or f"inputs-{next(NUMBERS)}"
         self.kubelet, self.real, self.proxy = kubelet, real, proxy
         self.hardware = Hardware()
         self.withheld: Mapping[str, str] = {}
-        real.create_node(self.name)
+        if name is None:
+            real.create_node(self.name)
         kubeconfig = real.write_kubeconfig(folder / "kubeconfig", token=real.token, url=proxy.url)
-        self.config = msgspec.convert(
+        self.config = convert(
             {
                 "nodeName": self.name,
                 "kubelet": {
@@ -101,7 +104,7 @@ class World:
                 "api": {"kubeconfig": str(kubeconfig)},
                 **{key: value for key, value in config.items() if key != "kubelet"},
             },
-            Config,
+            "the test",
         )
         self.plugin: DevicePlugin | None = None
         if plugs:
@@ -128,8 +131,8 @@ class World:
             self.hardware.subscribe(lambda seen: plugin.update(seen.machine, seen.faults))
             plugin.start()
             self._stack.callback(plugin.stop)
-        self._stack.callback(self.publisher.stop)
         self.publisher.start()
+        self._stack.callback(self.publisher.stop)
         self.until(lambda: self.publisher.pods.source)
         return self
 
@@ -189,12 +192,22 @@ def world(
     apiserver.apply_files(*sorted(CRDS.glob("*/crd.yaml")))
 
     def made(
-        kubelet_config: Mapping[str, Any] | None = None, *, plugs: bool = False, **config: Any
+        kubelet_config: Mapping[str, Any] | None = None,
+        *,
+        plugs: bool = False,
+        after: World | None = None,
+        **config: Any,
     ) -> World:
-        of_node = numa_nodes(cpus=2, threads=1, memory="4Gi")
-        running = kubelet(kubelet_config or {}, machine=of_node)
+        """`after` makes another process of the same node."""
+        if after is not None:
+            running, name = after.kubelet, after.name
+        else:
+            of_node = numa_nodes(cpus=2, threads=1, memory="4Gi")
+            running, name = kubelet(kubelet_config or {}, machine=of_node), None
         proxy = stack.enter_context(FaultyProxy(apiserver))
-        return World(running, apiserver, proxy, tmp_path, stack, plugs=plugs, config=config)
+        return World(
+            running, apiserver, proxy, tmp_path, stack, plugs=plugs, config=config, name=name
+        )
 
     return made
 
@@ -329,3 +342,58 @@ def test_a_configuration_that_cannot_be_read_costs_a_look_nothing(
     node.kubelet.restart()
     node.until(lambda: node.attribute("topologyManagerPolicy") == "none")
     node.until(lambda: not node.agent.not_ready())
+
+
+def test_a_changed_drop_in_is_said_before_the_kubelet_restarts_with_it(
+    world: MakeWorld, tmp_path: Path
+) -> None:
+    drop_ins = tmp_path / "kubelet.conf.d"
+    drop_ins.mkdir()
+    node = world(kubelet={"configDir": str(drop_ins)}, nrt={"reread": "1s"}).start()
+    node.until(lambda: node.attribute("topologyManagerPolicy") == "none")
+    said = (node.kubelet.root / "config.yaml").read_text()
+    (drop_ins / "10-numa.conf").write_text(f"{said}\ntopologyManagerPolicy: restricted\n")
+
+    def is_said() -> bool:
+        node.look()
+        return "kubelet configuration" in node.agent.problems.current()
+
+    node.until(is_said)
+    assert node.attribute("topologyManagerPolicy") == "none"
+    node.kubelet.restart()
+    node.until(lambda: node.attribute("topologyManagerPolicy") == "restricted")
+    node.until(lambda: not node.agent.problems.current())
+
+
+# The pods
+
+
+@pytest.mark.parametrize("asks_kubelet", [True, False])
+def test_another_process_of_ours_waits_for_the_pods_and_writes_nothing(
+    world: MakeWorld, asks_kubelet: bool
+) -> None:
+    """A pod that has ended and is still there is told of by nobody else."""
+    of_kubelet = {"podsApi": asks_kubelet}
+    node = world(kubelet=of_kubelet)
+    for name in ("ended", "runs"):
+        body = pod(name, {"cpu": 1, "memory": "1Mi"})
+        spec = {**body["spec"], "nodeName": node.name}
+        there = node.real.create("/api/v1/namespaces/default/pods", {**body, "spec": spec})
+        body["metadata"]["uid"] = there["metadata"]["uid"]
+        assert node.kubelet.admit(body).admitted
+        phase = {"ended": "Succeeded"}.get(name, "Running")
+        path = f"/api/v1/namespaces/default/pods/{name}/status"
+        node.real.ask("PATCH", path, {"status": {"phase": phase}}, content_type=MERGE)
+    node.kubelet.finish("ended")
+    node.start()
+    both = fingerprint(PodName(namespace="default", name=name) for name in ("ended", "runs"))
+    node.until(lambda: node.attribute("nodeTopologyPodsFingerprint") == both)
+    node.publisher.stop()
+    before = node.topology()
+    later = world(kubelet=of_kubelet, after=node).start()
+    later.until(lambda: not later.agent.not_ready())
+    later.look()
+    assert later.topology() == before
+    assert later.writes() == 0
+    for name in ("ended", "runs"):
+        node.real.delete(f"/api/v1/namespaces/default/pods/{name}?gracePeriodSeconds=0")

@@ -194,6 +194,17 @@ def test_an_hour_has_six_re_readings_at_most(chances: list[float]) -> None:
     assert all(sum(at <= other < at + 3599 for other in rereads) <= 6 for at in rereads)
 
 
+def test_a_shorter_period_counts_from_when_it_is_told() -> None:
+    pacer = Pacer(Pace(reread_s=86400, poll_s=3600, glance_s=0), 0, chance=0.0)
+    pacer.looking()
+    pacer.looked(0, wrote=False)
+    pacer.follow(Pace(reread_s=600, poll_s=10, glance_s=0), 100, chance=0.5)
+    assert pacer.reread_at == 100 + 660
+    assert pacer.look_at() == 110
+    pacer.follow(Pace(reread_s=86400, poll_s=3600, glance_s=0), 105, chance=0.5)
+    assert pacer.reread_at == 100 + 660
+
+
 def test_errors_back_off_to_a_bound() -> None:
     pacer = Pacer(Pace(), 0, chance=0)
     waits = []

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,11 +21,8 @@ from rte.publish.access import ApiError
 from rte.publish.accounting import Unbound
 from rte.publish.fabric import fabric
 from rte.publish.fingerprint import InformerMode
-from rte.publish.labels import feature_file, labels, node_labels
+from rte.publish.labels import labels, node_labels
 from rte.publish.nrt import Detail, FingerprintMethod, nrt
-from rte.publish.publisher import replace_file
-
-log = logging.getLogger(__name__)
 
 Body = Mapping[str, Any]
 
@@ -54,7 +49,6 @@ class Composer:
         self._graph_of = graph_of
         self._published_fabric = published_fabric
         self._label_keys = parts.label_keys(config)
-        self._features = FeatureFile(Path(config.labels.feature_file))
 
     def follow(self, config: Config) -> None:
         """Takes what a running publisher can follow: what is said in a NodeResourceTopology."""
@@ -79,10 +73,7 @@ class Composer:
         if config.labels.write != "none" and config.nrt.publish:
             uid = observation.node_uid
             said = labels(observation.machine, found, node_uid=uid, keys=self._label_keys)
-            if config.labels.write == "node":
-                yield node_labels(self._node, said)
-            else:
-                self._features.write(feature_file(said))
+            yield node_labels(self._node, said)
 
     def groups(self, graph: Graph) -> tuple[Group, ...]:
         """The NVLink groups as the published objects name them."""
@@ -150,27 +141,3 @@ class Composer:
             now=rfc3339(time.time()),
             previous=self._fabric,
         )
-
-
-class FeatureFile:
-    """The labels as a file for node-feature-discovery."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._written: str | None = None
-        self._problem: str | None = None  # as logged
-
-    def write(self, text: str) -> None:
-        """Replaces the file where it differs from what was written last. One that cannot be
-        written is no reason to publish nothing: that is logged once, and tried again."""
-        if text == self._written:
-            return
-        try:
-            replace_file(self.path, text.encode())
-        except OSError as error:
-            problem = f"labels.featureFile {self.path} cannot be written: {error.strerror}"
-            if problem != self._problem:
-                log.warning("%s", problem)
-            self._problem = problem
-        else:
-            self._written, self._problem = text, None

@@ -21,6 +21,7 @@ from rte.model import Machine
 from rte.publish.access import ApiError
 from rte.publish.disagreement import rules_disagree
 from rte.publish.events import Announcer
+from rte.publish.features import FeatureFile
 from rte.publish.fingerprint import InformerMode
 from rte.publish.nrt import FingerprintMethod
 from rte.publish.pods import PodWatch
@@ -70,7 +71,11 @@ class Publisher:
             graph_of,
             published_fabric=self.objects.published_fabric,
         )
-        sources = self.objects.sources._replace(withheld=withheld, pods=self.pods.read)
+        sources = self.objects.sources._replace(
+            withheld=withheld,
+            pods=self.pods.read,
+            pods_awaited=lambda: self.pods.awaited,
+        )
         if plugin is not None:
             observe = plugin.observe
             sources = sources._replace(
@@ -82,10 +87,17 @@ class Publisher:
             hardware=hardware,
             sources=sources,
             compose=self.composer,
-            sink=self.objects.sink if config.nrt.publish else NoSink(),
+            sink=self._sink(config),
             pace=parts.pace(config),
             on_published=on_published,
         )
+
+    def _sink(self, config: Config) -> Sink:
+        if not config.nrt.publish:
+            return NoSink()
+        if config.labels.write == "feature-file":
+            return FeatureFile(self.objects.sink, Path(config.labels.feature_file))
+        return self.objects.sink
 
     def start(self) -> None:
         """Begins to follow the hardware, the pods and the kubelet, and to publish."""

@@ -81,6 +81,14 @@ class NodePods:
         return self._now()[0]
 
     @property
+    def awaited(self) -> bool:
+        """Whether nobody has told of the pods yet, and somebody may soon."""
+        watch = self._watch
+        kubelet_may = self._kubelet is not None and self._kubelet.problem is None
+        server_may = self._make is not None and (watch is None or watch.problem is None)
+        return self.source is None and (kubelet_may or server_may)
+
+    @property
     def problem(self) -> str | None:
         """Why the pods are not followed, in the words of all that could; None while they are.
 
