@@ -155,6 +155,19 @@ def test_what_an_init_container_had_is_taken_first() -> None:
     assert len(calls.preferred) == 1
 
 
+def test_cpus_of_an_init_container_that_nobody_has_taken_over_stay_with_the_pod() -> None:
+    policy = replace(STATIC, topology_manager=TopologyManagerPolicy.NONE)
+    before = {"cpu": 8, "memory": "1Gi"}
+    start = state(policy)
+    held = admitted(admit(start, spec({"cpu": 2, "memory": "1Gi"}, init=[before], name="a")))
+    init, container = held.containers
+    assert (init.cpus, container.cpus) == (tuple(range(8, 16)), (2, 3))
+    assert isinstance(admit(held.state, spec({"cpu": 4, "memory": "1Gi"})), Admitted)
+    assert "not enough cpus" in rejected(admit(held.state, spec(before))).message
+    freed = without(held.state, PodName(namespace="default", name="a"))
+    assert isinstance(admit(freed, spec(before)), Admitted)
+
+
 def test_answers_that_are_short_foreign_or_empty_are_filled_up() -> None:
     for wish in ([], ["g9"], ["g3"], ["g3", "g3", "g7"]):
         answer = admit(state(), spec({GPU: 2}), prefer=lambda *_, w=wish: w)
@@ -488,6 +501,8 @@ class Side:
         if self.rng.random() < 0.25:
             # Which of several re-usable devices the kubelet takes is chance; all is not.
             init = [{k: v for k, v in containers[0].items() if self.rng.random() < 0.8}]
+            if GPU not in init[0] and NIC not in init[0] and self.rng.random() < 0.5:
+                init = [{"cpu": self.rng.choice(["2", "4", "6"]), "memory": "100Mi"}]
         made: dict[str, Any] = pod(name, *containers, init=init)
         if init and self.rng.random() < 0.4:
             made["spec"]["initContainers"][0]["restartPolicy"] = "Always"

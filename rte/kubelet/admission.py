@@ -104,7 +104,7 @@ def admit(
     for asked, use in zip(spec.containers, containers, strict=True):
         if asked.ends_before_the_others:
             attempt.memory.release(use.memory)
-            running.append(replace(use, cpus=(), memory=()))
+            running.append(replace(use, memory=()))
         else:
             running.append(use)
     held = Held(spec=spec, containers=tuple(running))

@@ -31,8 +31,8 @@ MOST_PODS = 110  # the kubelet's maxPods
 class Held:
     """What one admitted pod has, container by container in the order of its spec.
 
-    Its init containers have ended: they keep their devices, as the kubelet does until the pod
-    ends, and neither CPUs nor memory.
+    Its init containers have ended: they keep their devices and CPUs, as the kubelet does until
+    the pod ends, also those that another container has taken over, and no memory.
     """
 
     spec: PodSpec
