@@ -200,6 +200,8 @@ class NumaNode:
     id: NumaId
     cpus: tuple[CpuId, ...]  # ascending; empty for a node that has only memory
     cpus_known: bool = True  # False: the source names no CPUs, and `cpus` is empty for that
+    cores: tuple[tuple[CpuId, ...], ...] = ()
+    """The hardware threads of each core that has several; empty where the source says nothing."""
     memory_bytes: int | None = None  # MemTotal of meminfo
     huge_pages: Mapping[int, int] = field(default_factory=dict)
     """Page size in bytes → number of pages, for each size the kernel has, zero counts included."""

@@ -29,13 +29,14 @@ def a_machine(chance: random.Random) -> Machine:
     nodes = []
     for number, id in enumerate(ids):
         first = range(sum(cores[:number]), sum(cores[: number + 1]))
-        cpus = (*first, *(core + sum(cores) for core in first))
+        second = [core + sum(cores) for core in first]
         memory = chance.choice([8, 8, 8, 16]) if chance.random() < 0.95 or not number else 0
         pages = {2 << 20: chance.choice([0, 512, 512, 1024]), 1 << 30: chance.choice([0, 0, 0, 2])}
         nodes.append(
             NumaNode(
                 id=NumaId(id),
-                cpus=tuple(map(CpuId, cpus)),
+                cpus=tuple(map(CpuId, (*first, *second))),
+                cores=tuple((CpuId(a), CpuId(b)) for a, b in zip(first, second, strict=True)),
                 memory_bytes=memory * GI,
                 huge_pages=pages if memory else dict.fromkeys(pages, 0),
             )

@@ -34,6 +34,7 @@ def numa_node(node: Mapping[str, Any]) -> NumaNode:
     return NumaNode(
         id=NumaId(node["id"]),
         cpus=tuple(sorted(CpuId(cpu) for core in node["cores"] for cpu in core)),
+        cores=tuple(tuple(map(CpuId, core)) for core in node["cores"] if len(core) > 1),
         memory_bytes=base_units(str(node["memory"])),
         huge_pages={base_units(size): count for size, count in node["hugepages"].items()},
         distance={NumaId(i): value for i, value in enumerate(node["distances"])},

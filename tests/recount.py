@@ -74,10 +74,15 @@ def recount_all(
         if offered is None:
             offered = every_cpu(machine) - cpus(config["reservedSystemCPUs"])
         free = shared_cpus(root, alive)
+        most = len(free)
+        if (config.get("cpuManagerPolicyOptions") or {}).get("full-pcpus-only") == "true":
+            cores = [core for node in nodes for core in node["cores"]]
+            most = sum(len(free.intersection(core)) for core in cores if {*core} <= {*offered})
         for node in nodes:
             own = {cpu for core in node["cores"] for cpu in core}
             here = own.intersection(offered)
-            bound[node["id"]]["cpu"] = Counted(len(own), len(here), len(here & free))
+            left = min(len(here & free), most)
+            bound[node["id"]]["cpu"] = Counted(len(own), len(here), left)
     if config.get("memoryManagerPolicy") == "Static":
         alone = config.get("topologyManagerPolicy") == "single-numa-node"
         for id, counted in count_memory(root, alive, alone=alone).items():

@@ -70,6 +70,25 @@ def test_full_pcpus_only_counts_threads_and_refuses_odd_requests(start: Start) -
     assert sum(node.available("cpu")) == sum(before) - 6
 
 
+def test_no_more_cpus_are_available_than_whole_cores_are_left(start: Start) -> None:
+    """Two CPUs of one NUMA node are free whose siblings are reserved: the kubelet fills a request
+    up with them, but gives no container more than it has in whole cores of all nodes."""
+    machine = numa_nodes(cpus=8)
+    assert [node["cores"][0] for node in machine] == [[0, 8], [4, 12]]
+    options = {"full-pcpus-only": "true"}
+    config = {**SINGLE, "reservedSystemCPUs": "0,1", "cpuManagerPolicyOptions": options}
+    node = start(config, machine=machine)
+    assert node.available("cpu") == [6, 8]
+    node.run("six", {"cpu": 6, "memory": "1Gi"})
+    node.remove("six")
+    node.run("eight", {"cpu": 8, "memory": "1Gi"})
+    assert node.available("cpu") == [4, 0]
+    refused = node.admit(pod("too-many", {"cpu": 6, "memory": "1Gi"}))
+    assert refused.reason == "SMTAlignmentError"
+    node.run("four", {"cpu": 4, "memory": "1Gi"})
+    assert node.available("cpu") == [0, 0]
+
+
 def test_odd_requests_break_cores_without_that_option(start: Start) -> None:
     node = start(SINGLE)
     for number in range(3):

@@ -66,9 +66,8 @@ def small(*, nodes: int = 2, bare: bool = False) -> Machine:
     with_cpus = [
         NumaNode(
             id=NumaId(n),
-            cpus=tuple(
-                CpuId(c) for c in (*range(4 * n, 4 * n + 4), *range(40 + 4 * n, 44 + 4 * n))
-            ),
+            cpus=(*cores(n), *(CpuId(40 + c) for c in cores(n))),
+            cores=tuple((c, CpuId(40 + c)) for c in cores(n)),
             memory_bytes=8 * GI,
             huge_pages={2 << 20: 0},
         )
@@ -76,6 +75,10 @@ def small(*, nodes: int = 2, bare: bool = False) -> Machine:
     ]
     rest = [NumaNode(id=NumaId(5), cpus=(), memory_bytes=8 * GI, huge_pages={2 << 20: 0})]
     return Machine(numa_nodes=(*with_cpus, *(rest if bare else ())))
+
+
+def cores(node: int) -> tuple[CpuId, ...]:
+    return tuple(map(CpuId, range(4 * node, 4 * node + 4)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +140,7 @@ def policy(name: str, **config: Any) -> Json:
 
 
 CPUS = {"cpuManagerPolicy": "static"}
+WHOLE = {"full-pcpus-only": "true"}
 MEMORY = {"memoryManagerPolicy": "Static"}
 POD = {"topologyManagerScope": "pod"}
 
@@ -161,10 +165,16 @@ LIMITS: Mapping[str, Limit] = {
         wrong="three",
     ),
     "odd CPUs": Limit(
-        config=policy(SINGLE, **CPUS, cpuManagerPolicyOptions={"full-pcpus-only": "true"}),
+        config=policy(SINGLE, **CPUS, cpuManagerPolicyOptions=WHOLE),
         admitted=(pod("four", bound(cpu=4)),),
         refused=(pod("three", bound(cpu=3)),),
         wrong="three",
+    ),
+    "half cores": Limit(
+        config=policy(SINGLE, **CPUS, reservedSystemCPUs="0,1", cpuManagerPolicyOptions=WHOLE),
+        admitted=(pod("small-large", bound(cpu=6), bound(cpu=8)),),
+        refused=(pod("large-small", bound(cpu=8), bound(cpu=6)),),
+        wrong="large-small",
     ),
     "shared CPUs": Limit(
         config=policy(SINGLE, **CPUS),
@@ -212,6 +222,13 @@ LIMITS: Mapping[str, Limit] = {
         admitted=(pod("without", {GPU: 4}),),
         refused=(pod("with", {GPU: 4}, init=[{GPU: 2}]),),
         wrong="with",
+    ),
+    "ended init container": Limit(
+        config=policy("none", **CPUS),
+        before=(pod("a", bound(cpu=2), init=[bound(cpu=8)]),),
+        admitted=(pod("four", bound(cpu=4)),),
+        refused=(sidecar(pod("six", bound(cpu=3), init=[bound(cpu=3)])),),
+        wrong="six",
     ),
     "sidecar": Limit(
         config=policy(SINGLE),

@@ -294,6 +294,12 @@ def test_cores_are_told_from_the_numbers(
     assert likely_cores([NumaNode(id=NumaId(0), cpus=tuple(map(CpuId, cpus)))]) == cores
 
 
+def test_cores_that_the_source_says_are_not_guessed() -> None:
+    said = tuple(tuple(map(CpuId, core)) for core in ((0, 1), (4, 5)))
+    node = NumaNode(id=NumaId(0), cpus=tuple(map(CpuId, (0, 1, 4, 5))), cores=said)
+    assert likely_cores([node]) == said
+
+
 def test_files_say_that_a_manager_is_off(alone: StandIn) -> None:
     cpu = json.loads((alone.root / "cpu_manager_state").read_text())
     memory = json.loads((alone.root / "memory_manager_state").read_text())

@@ -61,6 +61,25 @@ def test_distances_belong_to_online_nodes_not_to_ids() -> None:
     assert not found.problems
 
 
+def test_cores_are_the_cpus_that_share_one() -> None:
+    found = host(
+        """\
+        sys/devices/system/node/online = 0-2
+        sys/devices/system/node/node0/cpulist = 0-1,4-5
+        sys/devices/system/node/node1/cpulist = 2-3
+        sys/devices/system/node/node2/cpulist = 6-7
+        sys/devices/system/cpu/cpu0/topology/thread_siblings_list = 0,4
+        sys/devices/system/cpu/cpu1/topology/thread_siblings_list = 1,5
+        sys/devices/system/cpu/cpu4/topology/thread_siblings_list = 0,4
+        sys/devices/system/cpu/cpu5/topology/thread_siblings_list = 1,5
+        sys/devices/system/cpu/cpu2/topology/thread_siblings_list = 2
+        sys/devices/system/cpu/cpu3/topology/thread_siblings_list = 3
+        """
+    )
+    assert [node.cores for node in found.numa_nodes] == [((0, 4), (1, 5)), (), ()]
+    assert not found.problems
+
+
 def test_a_node_that_is_offline_is_no_node() -> None:
     found = host(
         """\

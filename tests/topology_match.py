@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Any
 
 from rte.kubelet.admission import Admitted, admit, needed
-from rte.kubelet.node import KubeletState, MemoryState
+from rte.kubelet.node import Held, KubeletState, MemoryState
 from rte.kubelet.spec import ContainerSpec, PodSpec
 from rte.model import DeviceId, DeviceUse, NumaId, Scope, TopologyManagerPolicy, thousandths
 from rte.publish.fingerprint import is_memory, is_native
@@ -183,16 +183,40 @@ def memory_group(case: Case) -> Case | None:
 
 def odd_cpus(case: Case) -> Case | None:
     """The same node, which gives out single threads."""
-    policy, topology = case.state.policy, case.state.topology
+    return with_single_threads(case) if asks_for_odd_cpus(case) else None
+
+
+def half_cores(case: Case) -> Case | None:
+    """The same where a thread of a core is reserved and not all of them, and the object cannot
+    tell: of pods of several containers, and under policies that do not go by it."""
+    state = case.state
+    reserved = set(state.policy.reserved_cpus)
+    if state.topology.siblings(reserved) <= reserved or asks_for_odd_cpus(case):
+        return None
+    if state.policy.topology_manager is SINGLE and len(case.spec.containers) == 1:
+        return None
+    return with_single_threads(case)
+
+
+def asks_for_odd_cpus(case: Case) -> bool:
+    threads = case.state.topology.threads
+    return any(count % threads for count in exclusive_counts(case.spec))
+
+
+def exclusive_counts(spec: PodSpec) -> list[int]:
+    """The CPUs that containers are to have to themselves."""
+    if not binds(spec):
+        return []
+    asked = [cpus(each) for each in spec.containers]
+    return [millis // 1000 for millis in asked if millis and not millis % 1000]
+
+
+def with_single_threads(case: Case) -> Case | None:
+    policy = case.state.policy
     options = dict(policy.cpu_manager_options)
     if policy.cpu_manager != "static" or options.pop(WHOLE_CORES, None) != "true":
         return None
-    if not binds(case.spec):
-        return None
-    exclusive = [cpus(each) // 1000 for each in case.spec.containers if not cpus(each) % 1000]
-    is_odd = any(count % topology.threads for count in exclusive)
-    halves = topology.siblings(policy.reserved_cpus) - set(policy.reserved_cpus)
-    if not is_odd and not (any(exclusive) and halves):
+    if not exclusive_counts(case.spec):
         return None
     return with_policy(case, cpu_manager_options=options)
 
@@ -300,6 +324,30 @@ def memory_of_a_pod(case: Case) -> Case | None:
     if any(memory.fits(1 << node.id, wanted) for node in case.state.numa_nodes):
         return None
     return summed(case, lambda _: True)
+
+
+def ended_init_container(case: Case) -> Case | None:
+    """What init containers have left to their pods is free, where no zone tells that it is not."""
+    is_told = case.seen.policy == SINGLE
+
+    def without(held: Held) -> Held:
+        ended = {each.name for each in held.spec.containers if each.ends_before_the_others}
+        containers = tuple(
+            replace(
+                use,
+                cpus=use.cpus if is_told else (),
+                devices=tuple(d for d in use.devices if is_told and d.numa),
+            )
+            if use.name in ended
+            else use
+            for use in held.containers
+        )
+        return replace(held, containers=containers)
+
+    pods = {name: without(held) for name, held in case.state.pods.items()}
+    if pods == case.state.pods:
+        return None
+    return replace(case, state=replace(case.state, pods=pods))
 
 
 def request_for_none(case: Case) -> Case | None:
@@ -455,11 +503,13 @@ FACTS: Mapping[str, Fact] = {
     "restricted": restricted,
     "memory group": memory_group,
     "odd CPUs": odd_cpus,
+    "half cores": half_cores,
     "shared CPUs": shared_cpus,
     "node without CPUs": node_without_cpus,
     "pod-level resources": pod_level,
     "overhead": overhead,
     "init container": init_container,
+    "ended init container": ended_init_container,
     "sidecar": sidecar,
     "memory of a whole pod": memory_of_a_pod,
     "request for none": request_for_none,

@@ -217,6 +217,7 @@ def read_numa_nodes(tree: Tree) -> tuple[NumaNode, ...]:
         NumaNode(
             id=NumaId(0),
             cpus=tuple(map(CpuId, cpus)),
+            cores=read_cores(tree, cpus),
             huge_pages=read_huge_pages(tree, "kernel/mm/hugepages"),
             distance={NumaId(0): 10},
         ),
@@ -225,13 +226,28 @@ def read_numa_nodes(tree: Tree) -> tuple[NumaNode, ...]:
 
 def read_numa_node(tree: Tree, id: NumaId, *, online: tuple[int, ...]) -> NumaNode:
     folder = f"{NODES}/node{id}"
+    cpus = tree.ids(f"{folder}/cpulist") or ()
     return NumaNode(
         id=id,
-        cpus=tuple(map(CpuId, tree.ids(f"{folder}/cpulist") or ())),
+        cpus=tuple(map(CpuId, cpus)),
+        cores=read_cores(tree, cpus),
         memory_bytes=read_memory(tree, f"{folder}/meminfo"),
         huge_pages=read_huge_pages(tree, f"{folder}/hugepages"),
         distance=read_distance(tree, f"{folder}/distance", online=online),
     )
+
+
+def read_cores(tree: Tree, cpus: tuple[int, ...]) -> tuple[tuple[CpuId, ...], ...]:
+    """The CPUs that share a core, by their lowest; a core with one thread is left out."""
+    cores, seen = [], set[int]()
+    for cpu in cpus:
+        if cpu in seen:
+            continue
+        siblings = tree.ids(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or ()
+        seen.update(siblings)
+        if len(siblings) > 1:
+            cores.append(tuple(map(CpuId, siblings)))
+    return tuple(cores)
 
 
 def read_memory(tree: Tree, path: str) -> int | None:

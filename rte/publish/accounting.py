@@ -127,8 +127,9 @@ def without_pods(observation: Observation, ignored: Collection[PodName]) -> Obse
 
 def cpu_entries(observation: Observation, nodes: Sequence[NumaNode]) -> Iterator[Entry]:
     if is_cpu_bound(observation):
+        most = most_whole_cpus(observation)
         for zone, node in enumerate(nodes):
-            yield zone, "cpu", cpu_figures(observation, node)
+            yield zone, "cpu", cpu_figures(observation, node, most=most)
 
 
 def memory_entries(
@@ -189,16 +190,39 @@ def is_single_numa_node(observation: Observation) -> bool:
 # CPUs
 
 
-def cpu_figures(observation: Observation, node: NumaNode) -> Figures:
-    """Allocatable CPUs are those that no configuration reserves; shared ones count as available.
+def cpu_figures(observation: Observation, node: NumaNode, *, most: int | None) -> Figures:
+    """Allocatable CPUs are those that no configuration reserves; shared ones count as available,
+    up to `most`.
 
     The kubelet takes the next exclusive CPU from its shared pool, so the pool is what is left.
     """
     allocatable = set(observation.allocatable.cpus).intersection(node.cpus)
-    left = allocatable.difference(exclusive_cpus(observation.usage))
-    if observation.usage.cpus_managed:
-        left &= observation.usage.cpus_managed
-    return Figures(len(node.cpus), len(allocatable), len(left))
+    left = len(unheld(observation, allocatable))
+    return Figures(len(node.cpus), len(allocatable), left if most is None else min(left, most))
+
+
+def unheld(observation: Observation, cpus: Iterable[CpuId]) -> set[CpuId]:
+    """Those that the kubelet's shared pool has, or may have again."""
+    left = set(cpus).difference(exclusive_cpus(observation.usage))
+    return left & observation.usage.cpus_managed if observation.usage.cpus_managed else left
+
+
+def most_whole_cpus(observation: Observation) -> int | None:
+    """What the kubelet gives one container at most, on the whole machine, of whole cores: a core
+    of which a thread is reserved is none. None where it gives single threads too."""
+    policy = observation.policy
+    if policy is None or policy.cpu_manager_options.get("full-pcpus-only") != "true":
+        return None
+    nodes = observation.machine.numa_nodes
+    reserved = {cpu for node in nodes for cpu in node.cpus}.difference(observation.allocatable.cpus)
+    broken = {
+        cpu
+        for node in nodes
+        for core in node.cores
+        if not reserved.isdisjoint(core)
+        for cpu in core
+    }
+    return len(unheld(observation, set(observation.allocatable.cpus) - broken))
 
 
 def exclusive_cpus(usage: Usage) -> set[CpuId]:

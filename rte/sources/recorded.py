@@ -172,6 +172,7 @@ def unescape(content: str) -> str:
 # Writing. Whole globs, also of what nobody reads today: a recording cannot be made again.
 
 MACHINE = (
+    "devices/system/cpu/cpu*/topology/thread_siblings_list",
     "devices/system/cpu/isolated",
     "devices/system/cpu/nohz_full",
     "devices/system/cpu/offline",

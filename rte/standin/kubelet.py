@@ -300,10 +300,13 @@ def node_allocatable(state: KubeletState) -> dict[str, int]:
 
 
 def likely_cores(numa_nodes: Iterable[NumaNode]) -> tuple[tuple[CpuId, ...], ...]:
-    """The hardware threads of each core, from the way Linux numbers them on x86: the first thread
-    of every core, then the second ones. A machine whose NUMA nodes do not all have two runs of
-    equal length is taken for one without SMT."""
-    cores: list[tuple[CpuId, ...]] = []
+    """The hardware threads of each core, where the source does not say them from the way Linux
+    numbers them on x86: the first thread of every core, then the second ones. A machine whose NUMA
+    nodes do not all have two runs of equal length is then taken for one without SMT."""
+    numa_nodes = tuple(numa_nodes)
+    cores = [core for node in numa_nodes for core in node.cores]
+    if cores:
+        return tuple(cores)
     for node in numa_nodes:
         half = len(node.cpus) // 2
         first, second = node.cpus[:half], node.cpus[half:]
