@@ -195,15 +195,16 @@ def test_each_step_may_take_as_long_as_it_is_given_and_the_start_longer(
     make: Make, driver: Driver, tmp_path: Path
 ) -> None:
     """On a busy node the interpreter alone can take longer to start than NVML may."""
-    (tmp_path / "sitecustomize.py").write_text(f"import time\ntime.sleep({HANG_S + 0.1})\n")
+    limit_s = 2.5
+    (tmp_path / "sitecustomize.py").write_text(f"import time\ntime.sleep({limit_s + 0.1})\n")
     driver.control(
-        f"call nvmlInitWithFlags hang {HANG_S / 2 + 0.1}",
-        f"call nvmlSystemGetDriverVersion hang {HANG_S / 2 + 0.1}",
+        f"call nvmlInitWithFlags hang {limit_s / 2 + 0.1}",
+        f"call nvmlSystemGetDriverVersion hang {limit_s / 2 + 0.1}",
     )
     worker = make(env={**driver.env, "PYTHONPATH": str(tmp_path)})
     began = time.monotonic()
-    assert worker.reading(timeout_s=HANG_S) == PAIR
-    assert time.monotonic() - began > 2 * HANG_S
+    assert worker.reading(timeout_s=limit_s) == PAIR
+    assert time.monotonic() - began > 2 * limit_s
     assert worker.starts == 1
 
 
