@@ -12,7 +12,7 @@ import pytest
 from rte.model import PodFacts, PodName
 from rte.publish.access import Access, ApiError
 from rte.publish.apply import ApiServer
-from rte.publish.pods import FORBIDDEN_RETRY_S, PodWatch, parse_pod, retry_s
+from rte.publish.pods import FORBIDDEN_LONGEST_S, PodWatch, parse_pod, retry_s
 from tests.http_faults import Fault, FaultyProxy
 from tests.real_apiserver import MERGE
 from tests.real_apiserver import ApiServer as RealApiServer
@@ -105,6 +105,24 @@ def test_without_the_right_nothing_is_known_and_it_is_said_once(
     assert "Forbidden" in str(followed.watch.problem)
     followed.watch.stop()
     assert followed.told == [followed.watch.problem]
+
+
+def test_a_right_that_comes_late_is_noticed(
+    apiserver: RealApiServer, namespace: str, node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a moment an API server that has just started refuses what is allowed."""
+    monkeypatch.setattr("rte.publish.pods.RETRY_FIRST_S", 0.05)
+    token = apiserver.create_token(namespace, "default")
+    api = ApiServer(Access(server=apiserver.url, ca_file=apiserver.ca, token=token))
+    followed = Followed(api, node)
+    until(lambda: followed.watch.problem is not None)
+    apiserver.grant(
+        namespace,
+        "default",
+        [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}],
+    )
+    followed.until(lambda facts: facts == () and followed.watch.problem is None)
+    followed.watch.stop()
 
 
 def test_a_list_that_fails_once_is_asked_again(
@@ -206,7 +224,8 @@ RETRIES = {
     "doubled": (ApiError("x", "Unreachable", ""), 4, 8),
     "at the most": (ApiError("x", "Unreachable", ""), 100, 60),
     "as the server says": (ApiError("x", "TooMany", "", status=429, retry_after_s=30), 1, 30),
-    "a missing right": (ApiError("x", "Forbidden", "", status=403), 1, FORBIDDEN_RETRY_S),
+    "a right that may come": (ApiError("x", "Forbidden", "", status=403), 1, 1),
+    "a missing right": (ApiError("x", "Forbidden", "", status=403), 100, FORBIDDEN_LONGEST_S),
 }
 
 

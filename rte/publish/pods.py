@@ -24,7 +24,9 @@ WATCH_S = 86400.0  # the server ends the watch then, as it was asked to, and is 
 RETRY_FIRST_S = 1.0
 RETRY_LONGEST_S = 60.0
 MIRRORED = "kubernetes.io/config.mirror"  # the UID that the kubelet gave to a static pod
-FORBIDDEN_RETRY_S = 300.0  # a right that an installation leaves out on purpose
+FORBIDDEN_LONGEST_S = 300.0
+"""A right that an installation leaves out on purpose; for a moment it is missing too when the API
+server has just started, or the role has just been made."""
 
 
 class PodWatch(Follower):
@@ -78,11 +80,10 @@ class PodWatch(Follower):
 def retry_s(error: ApiError, failures: int, *, chance: float) -> float:
     """How long to wait after the n-th failure in a row: never as long as all other nodes, whose
     watches an API server ends together."""
-    first_s, longest_s = {
-        410: (RETRY_FIRST_S, RETRY_FIRST_S),
-        403: (FORBIDDEN_RETRY_S, FORBIDDEN_RETRY_S),
-    }.get(error.status or 0, (RETRY_FIRST_S, RETRY_LONGEST_S))
-    wait_s = doubled_s(first_s, longest_s, failures - 1, chance=chance)
+    longest_s = {410: RETRY_FIRST_S, 403: FORBIDDEN_LONGEST_S}.get(
+        error.status or 0, RETRY_LONGEST_S
+    )
+    wait_s = doubled_s(RETRY_FIRST_S, longest_s, failures - 1, chance=chance)
     return max(wait_s, ordered_s(error.retry_after_s, chance=chance))
 
 
