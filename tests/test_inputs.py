@@ -5,7 +5,7 @@ The whole publisher as `rte run` makes it, beside a real kubelet's managers and 
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +20,20 @@ from rte.commands import parts
 from rte.commands.publisher import Publisher
 from rte.config import convert
 from rte.graph.build import build
-from rte.model import Fault, FaultClass, Faults, Machine, PodName, rfc3339
+from rte.model import (
+    CpuId,
+    Fault,
+    FaultClass,
+    Faults,
+    Machine,
+    NumaId,
+    NumaNode,
+    PodName,
+    base_units,
+    rfc3339,
+)
 from rte.publish.fingerprint import fingerprint
-from tests.conftest import StartKubelet
+from tests.conftest import GoProgram, StartKubelet
 from tests.generated import GPU
 from tests.http_faults import FaultyProxy
 from tests.real_apiserver import MERGE
@@ -177,8 +188,8 @@ class World:
         """Requests so far whose path ends like that."""
         return sum(path.endswith(what) for _, path, _ in self.proxy.seen)
 
-    def writes(self) -> int:
-        return sum(method != "GET" for method, _, _ in self.proxy.seen)
+    def writes(self, of: str = "/") -> int:
+        return sum(m != "GET" and path.startswith(of) for m, path, _ in self.proxy.seen)
 
 
 MakeWorld = Callable[..., World]
@@ -363,6 +374,100 @@ def test_a_changed_drop_in_is_said_before_the_kubelet_restarts_with_it(
     node.kubelet.restart()
     node.until(lambda: node.attribute("topologyManagerPolicy") == "restricted")
     node.until(lambda: not node.agent.problems.current())
+
+
+# Hardware that changes while the kubelet runs, which goes on as at its start
+
+STATIC = {
+    "topologyManagerPolicy": "single-numa-node",
+    "cpuManagerPolicy": "static",
+    "memoryManagerPolicy": "Static",
+}
+HUGE = 2 << 20
+
+
+def numa_node(number: int, **changes: Any) -> NumaNode:
+    """As the kubelet's machine has it."""
+    node = NumaNode(
+        id=NumaId(number),
+        cpus=tuple(CpuId(4 * number + n) for n in range(4)),
+        memory_bytes=4 << 30,
+        huge_pages={HUGE: 256},
+        distance={NumaId(0): 20 - 10 * (number == 0), NumaId(1): 20 - 10 * (number == 1)},
+    )
+    return replace(node, **changes)
+
+
+CHANGED: dict[str, tuple[tuple[NumaNode, ...], int]] = {
+    "a CPU goes offline": ((numa_node(0), numa_node(1, cpus=(4, 5, 6))), 2),
+    "all CPUs of a node go offline": ((numa_node(0), numa_node(1, cpus=())), 1),
+    "all CPUs of the first node go offline": ((numa_node(0, cpus=()), numa_node(1)), 1),
+    "a node goes": ((numa_node(0, distance={0: 10}),), 1),
+    "a node of memory comes": ((numa_node(0), numa_node(1), numa_node(2, cpus=())), 2),
+    "a node with CPUs comes": ((numa_node(0), numa_node(1), numa_node(2)), 3),
+    "a node comes whose id no scheduler takes": ((numa_node(0), numa_node(1), numa_node(70)), 3),
+    "memory comes": ((numa_node(0), numa_node(1, memory_bytes=8 << 30)), 2),
+    "memory goes": ((numa_node(0), numa_node(1, memory_bytes=1 << 30)), 2),
+    "huge pages come": ((numa_node(0), numa_node(1, huge_pages={HUGE: 512})), 2),
+    "huge pages go": ((numa_node(0), numa_node(1, huge_pages={HUGE: 0})), 2),
+    "huge pages of another size come": (
+        (numa_node(0), numa_node(1, huge_pages={HUGE: 256, 1 << 30: 1})),
+        2,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def busy(
+    go_program: GoProgram, apiserver: RealApiServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World]:
+    """A node with static managers and a pod that has something of each kind on each NUMA node."""
+    apiserver.apply_files(*sorted(CRDS.glob("*/crd.yaml")))
+    of_node = numa_nodes(cpus=4, threads=1, memory="4Gi", hugepages={"2Mi": 256})
+    with ExitStack() as stack:
+        kubelet = stack.enter_context(Kubelet(go_program("kubelet"), STATIC, machine=of_node))
+        proxy = stack.enter_context(FaultyProxy(apiserver))
+        folder = tmp_path_factory.mktemp("busy")
+        config = {"nrt": {"echo": 0}}
+        node = World(kubelet, apiserver, proxy, folder, stack, plugs=True, config=config, name=None)
+        node.hardware.latest = Seen(two_nodes((numa_node(0), numa_node(1))), {})
+        node.start()
+        kubelet.wait_devices(GPU, 4)
+        wanted: dict[str, str | int] = {GPU: 1, "cpu": 2, "memory": "1Gi", "hugepages-2Mi": "64Mi"}
+        assert kubelet.admit(pod("busy", wanted, wanted)).admitted
+        node.until(lambda: [each[2] for each in node.figures(GPU)] == ["1", "1"])
+        node.until(lambda: not node.agent.not_ready())
+        yield node
+
+
+def two_nodes(nodes: tuple[NumaNode, ...]) -> Machine:
+    """Two GPUs on each of the first two NUMA nodes."""
+    return replace(machine(), numa_nodes=nodes)
+
+
+UNSAID = {"a node of memory comes", "huge pages go"}
+"""No zone is a node without CPUs, and what the kubelet hands out stays in the capacity."""
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_numa_nodes_that_change_are_one_write_each_way(busy: World, change: str) -> None:
+    nodes, zones = CHANGED[change]
+    busy.look()
+    before, writes = busy.topology(), busy.writes(TOPOLOGIES)
+    busy.hardware.say(two_nodes(nodes))
+    busy.look()
+    assert busy.writes(TOPOLOGIES) == writes + (change not in UNSAID)
+    of_nodes = [zone for zone in busy.topology()["zones"] if zone["type"] == "Node"]
+    assert [zone["name"] for zone in of_nodes] == [f"node-{n}" for n in range(zones)]
+    for each in (each for zone in of_nodes for each in zone["resources"]):
+        figures = [base_units(each[key]) for key in ("capacity", "allocatable", "available")]
+        assert figures == sorted(figures, reverse=True), each
+        assert figures[2] >= 0
+    busy.hardware.say(two_nodes((numa_node(0), numa_node(1))))
+    busy.look()
+    assert busy.topology()["zones"] == before["zones"]
+    assert busy.topology()["attributes"] == before["attributes"]
+    assert busy.writes(TOPOLOGIES) == writes + 2 * (change not in UNSAID)
 
 
 # The pods
