@@ -683,7 +683,7 @@ def _parts(
 
 def _summary(listed: Iterable[Device]) -> str:
     listed = tuple(listed)
-    ill = [f"{device.id} {device.unhealthy}" for device in listed if not device.healthy]
+    ill = [f"{device.id} ({device.unhealthy})" for device in listed if not device.healthy]
     return f"{len(listed)} devices, {len(listed) - len(ill)} healthy" + (
-        f" ({', '.join(ill)} not)" if ill else ""
+        f", without {', '.join(ill)}" if ill else ""
     )

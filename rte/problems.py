@@ -1,4 +1,4 @@
-"""What is not as it should be, and since when."""
+"""What is not as it should be, since when, and what to do about it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,29 @@ from typing import NamedTuple
 from rte.model import rfc3339
 
 log = logging.getLogger(__name__)
+
+DO: Mapping[str, str] = {
+    "kubelet": "is it running, and its folder mounted? `rte doctor` tries its sockets",
+    "API server": "`rte doctor` tries each right and each definition",
+    "policy": "is kubelet.configFile right? Or state kubelet.topologyManagerPolicy",
+    "hardware": "`rte doctor` looks at sysfs and NVML",
+    "publication": "another line here, or the log, says why",
+    "plugin": "the log says what the kubelet answered; is another plugin there for the resource?",
+    "agent": "a bug: the log has its trace, and `rte record` makes a report",
+    "another writer": "let one program write the object: remove the other from this node",
+    "pods": "may it list and watch pods? Else set nrt.fingerprint.watchPods to false",
+    "state files": "allocations are seen at the next poll; report the file and the kubelet",
+    "kubelet configuration": "restart the kubelet, or put its file back",
+    "configuration": "repair the file; the last good one is in force",
+    "certificate": "see what renews its Secret; the last good one is in force",
+    "Node": "may it get nodes? Unbound resources have the machine's figures until then",
+}
+"""By subject. docs/alerts.md has the same list, with what each means."""
+
+
+def do(subject: str) -> str:
+    """What to do; never empty."""
+    return DO.get(subject, "the log has the whole story")
 
 
 class Problem(NamedTuple):
@@ -46,7 +69,7 @@ class Problems:
                 known.problem._replace(words=words), known.began_s, known.is_logged or first
             )
         if first:
-            log.warning("%s: %s", subject, words)
+            log.warning("%s: %s", subject, "; ".join(filter(None, [words, DO.get(subject)])))
         elif known.is_logged and known.problem.words != words:
             log.info("%s: now %s", subject, words)
 

@@ -15,9 +15,9 @@ import pytest
 import yaml
 
 from rte.agent import UNREADY
-from rte.commands.advice import DO
 from rte.metrics import METRICS
 from rte.model import FaultClass
+from rte.problems import DO
 from tests.test_deploy import markdown_table
 
 ROOT = Path(__file__).parents[1]

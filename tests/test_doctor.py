@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from rte.agent import UNREADY
-from rte.commands.advice import do
+from rte.problems import do
 from tests.daemon_process import DaemonProcess
 from tests.fake_nvml import XID
 from tests.ports import free_port

@@ -25,7 +25,6 @@ from plugin.life import DevicePlugin
 from plugin.service import TOOK_BUCKETS_S
 from rte import __version__
 from rte.commands import parts
-from rte.commands.advice import do
 from rte.commands.cordons import Cordons
 from rte.commands.pages import pages
 from rte.commands.parts import Refused
@@ -37,6 +36,7 @@ from rte.kubelet.usage import KubeletError
 from rte.kubelet.watch import FileWatch, watch
 from rte.metrics import Measured
 from rte.model import Machine
+from rte.problems import do
 from rte.status import Probes, StatusError, StatusServer
 
 if TYPE_CHECKING:
@@ -264,6 +264,7 @@ class Daemon:
             while True:
                 word = self._told()
                 if word is Told.STOP:
+                    log.info("rte on %s ends, as it was told", self.node)
                     return 0
                 if word is Told.OUTGROWN:
                     log.error(
@@ -345,7 +346,11 @@ class Daemon:
     def _open_control(self) -> None:
         folder = parts.state_dir(self.config)
         if folder is None:
-            log.info("stateDir %s does not exist: nothing is kept there", self.config.state_dir)
+            log.info(
+                "stateDir %s does not exist: what events told of GPUs ends with this process, and "
+                "rte release and rte doctor cannot ask it",
+                self.config.state_dir,
+            )
             return
         control = ControlServer(folder, self.answer)
         try:

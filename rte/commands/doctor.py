@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rte.commands import node, parts
-from rte.commands.advice import do
 from rte.commands.options import add_options, configuration
 from rte.config import Config
 from rte.control import NAME as CONTROL
@@ -28,6 +27,7 @@ from rte.kubelet.policy import PolicyError
 from rte.kubelet.usage import KubeletError, channel, read_allocatable
 from rte.kubelet.watch import watch
 from rte.model import FaultClass, Machine, Policy, TopologyManagerPolicy
+from rte.problems import do
 from rte.publish.access import ApiError
 from rte.publish.apply import ApiServer
 from rte.publish.fabric import API_VERSION as FABRIC_VERSION

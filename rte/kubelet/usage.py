@@ -39,6 +39,8 @@ TOO_LARGE = "larger than max"  # gRPC's own words of an answer that it does not 
 UndecodedPods = ListPodsResponse
 """ListPodResourcesResponse with each pod as its bytes, which is what a message within another is on
 the wire: the pods API has a message of that very form."""
+UNCONNECTED = re.compile(r"connect failed: addr: unix:(\S+) error: (.+)")
+"""gRPC's words of a socket on which nobody answers, behind twice as many others."""
 # The kubelet allows all clients together 100 calls a second, 10 at once, and refuses the others.
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
@@ -55,7 +57,6 @@ class KubeletError(Exception):
 
     def __init__(self, asked: str, problem: str, code: grpc.StatusCode | None = None) -> None:
         super().__init__(f"{asked}: {problem}")
-        self.asked = asked
         self.code = code
 
 
@@ -203,6 +204,9 @@ def ask(asked: str, call: Callable[..., Answer], request: object, timeout_s: flo
                 time.sleep(wait_s)
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
+            if absent := UNCONNECTED.search(details or ""):
+                # Whatever was asked: nobody is there to be asked.
+                raise KubeletError(f"socket {absent[1]}", absent[2], code) from error
             raise KubeletError(asked, f"{code.name}: {details}", code) from error
 
 

@@ -31,15 +31,19 @@ class ApiError(Exception):
         retry_after_s: float | None = None,
         unknown_kind: bool = False,
     ) -> None:
-        answer = f"{status} {reason}" if status else reason
-        super().__init__(f"{asked}: {answer}: {message}")
-        self.asked = asked
+        self.answer = f"{status} {reason}: {message}" if status else f"{reason}: {message}"
+        super().__init__(f"{asked}: {self.answer}")
         self.status = status
         self.reason = reason
         self.message = message
         self.retry_after_s = retry_after_s
         self.unknown_kind = unknown_kind
         """Whether the path itself is unknown: the custom resource definition is missing."""
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether any request would have failed so: nobody answers, or has too much to do."""
+        return self.reason == "Unreachable" or self.status in (429, *range(500, 600))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
