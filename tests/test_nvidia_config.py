@@ -14,7 +14,7 @@ from rte.commands.carried import NVIDIA as FLAGS
 from rte.config import Config, ConfigError, load, options
 from rte.nvidia import PASSED_OVER, TAKEN, translated
 from tests.daemon_process import DaemonProcess
-from tests.small_kubelet import GPUS
+from tests.small_kubelet import GPUS, SmallKubelet
 
 FULL = """
 version: v1
@@ -276,6 +276,16 @@ def point(link: Path, name: str) -> None:
     fresh.replace(link)
 
 
+class Listed:
+    """The healthy devices of the last list, which a kubelet offers."""
+
+    def __init__(self, kubelet: SmallKubelet) -> None:
+        self.lists = kubelet.lists[GPUS]
+
+    def __iter__(self) -> Iterator[str]:
+        return (d.ID for found in self.lists[-1:] for d in found.devices if d.health == "Healthy")
+
+
 def test_the_link_of_the_config_manager_is_followed_unless_ids_in_use_would_go(
     daemon: DaemonProcess, tmp_path: Path
 ) -> None:
@@ -290,9 +300,10 @@ def test_the_link_of_the_config_manager_is_followed_unless_ids_in_use_would_go(
         (folder / "available" / name).write_text(f"version: v1\n{text}\n")
     link = folder / "config.yaml"
     point(link, "plain")
-    # The small kubelet's PodResources is told by the test what a real one knows from the lists.
-    daemon.pods.gpus = {**daemon.pods.gpus, f"{daemon.gpus[3].uuid}::1": 0}
-    daemon.pods.offered = ()
+    on = {str(gpu.uuid): daemon.machine.numa_of(gpu.pci) or 0 for gpu in daemon.gpus}
+    replicas = {f"{id}::{n}": node for id, node in on.items() for n in range(2)}
+    daemon.pods.gpus = {**on, **replicas}
+    daemon.pods.offered = Listed(daemon.kubelet)
     daemon.start("--config-file", str(link)).registered()
     assert len(daemon.kubelet.devices()) == 8
 
