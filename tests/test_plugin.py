@@ -543,7 +543,7 @@ def test_pod_resources_say_what_is_in_use(
 ) -> None:
     container = pod_resources_api.ContainerResources(name="c", devices=[entry(GPUS, [uuid(2)], 0)])
     resources.listed = [pod_resources_api.PodResources(name="p", containers=[container])]
-    plugin = start(pod_resources=resources.socket)
+    plugin = start(pod_resources=resources.socket, lost_after_s=600)
     kubelet.await_register()
     assert until(lambda: plugin.held.ids() == {uuid(2)})
     assert kubelet.prefer(gpus(0, 1, 3), 1) == gpus(0)  # its partner is in use, nothing breaks
@@ -556,7 +556,7 @@ def test_pod_resources_say_what_is_in_use(
 def test_a_plugin_that_is_told_does_not_ask(
     start: Start, kubelet: SmallKubelet, resources: PodResourcesSocket
 ) -> None:
-    plugin = start(pod_resources=resources.socket, is_told=True)
+    plugin = start(pod_resources=resources.socket, is_told=True, lost_after_s=600)
     kubelet.await_register()
     assert until(lambda: resources.lists)  # nobody may have told it anything yet
     assert until(lambda: resources.offers > 1)  # before the Register; now its own thread has begun
@@ -588,7 +588,7 @@ def test_pod_resources_that_do_not_answer_leave_the_plugin_alone(
 ) -> None:
     caplog.set_level("INFO")
     socket = tmp_path / "absent.sock"
-    plugin = start(pod_resources=socket)
+    plugin = start(pod_resources=socket, lost_after_s=600)
     kubelet.await_register()
     lines = {
         "what is in use": "PodResources List",
