@@ -239,12 +239,18 @@ class Kubelet:
         """Restart the kubelet: containers go on, and their pods are admitted again."""
         return msgspec.convert(self.call("restart", running=True) or (), tuple[Admission, ...])
 
+    def restart_deaf(self) -> None:
+        """Restart the kubelet while nobody tells it of its pods: it lists none, though their
+        containers go on and it keeps what they have, until `hear_of_pods`."""
+        self.call("restart", running=True, deaf=True)
+
     def reboot(self) -> tuple[Admission, ...]:
         """Restart the machine: the containers are gone, and the pods are admitted again."""
         return msgspec.convert(self.call("restart", running=False) or (), tuple[Admission, ...])
 
     def hear_of_pods(self, ready: bool) -> None:
-        """Whether the kubelet has heard of its pods; it has when it is started."""
+        """Whether the kubelet has heard of its pods; it has when it is started, unless by
+        `restart_deaf`."""
         self.call("sources_ready", ready=ready)
 
     def state(self) -> State:

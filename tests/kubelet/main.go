@@ -56,7 +56,7 @@ func start(dir string, rateLimit bool) (*Node, error) {
 	}
 	// A directory that has pods in it was left by a kubelet that was killed:
 	// to the pods that is a restart.
-	_, err = node.start(true)
+	_, err = node.start(true, false)
 	return node, err
 }
 

@@ -73,11 +73,11 @@ func newNode(dir string, rateLimit bool) (*Node, error) {
 		pods: pods, hints: &hintLog{}, log: klog.Background()}, nil
 }
 
-// start reads the configuration and makes the managers, then admits again the
-// pods that were there. Their containers are still running after a restart of
-// the kubelet, and gone after one of the machine.
-func (n *Node) start(running bool) ([]admission, error) {
+// start reads the configuration and makes the managers, then hears of the pods
+// that were there, at once or, when it is deaf, later.
+func (n *Node) start(running, deaf bool) ([]admission, error) {
 	n.ready.Store(false)
+	n.pods.deaf.Store(deaf)
 	text, err := os.ReadFile(filepath.Join(n.root, "config.yaml"))
 	if err != nil {
 		return nil, err
@@ -98,6 +98,16 @@ func (n *Node) start(running bool) ([]admission, error) {
 	if err := n.servePods(); err != nil {
 		return nil, err
 	}
+	if deaf {
+		return nil, nil
+	}
+	return n.hear(running)
+}
+
+// hear admits again the pods that were there. Their containers are still
+// running after a restart of the kubelet, and gone after one of the machine.
+func (n *Node) hear(running bool) ([]admission, error) {
+	n.pods.deaf.Store(false)
 	var again []admission
 	for _, p := range n.pods.GetActivePods() {
 		again = append(again, n.admit(p, running))

@@ -6,6 +6,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 
 	v1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -14,7 +15,8 @@ import (
 // podTable is what the API server and the container runtime would know: the
 // pods of the node in the order in which they came, and their containers.
 type podTable struct {
-	path string // outlives the process, as those two do
+	path string      // outlives the process, as those two do
+	deaf atomic.Bool // the kubelet has heard of none of them yet
 
 	mu   sync.Mutex
 	pods []*podEntry
@@ -61,6 +63,9 @@ func (t *podTable) GetActivePods() []*v1.Pod {
 }
 
 func (t *podTable) GetPods() []*v1.Pod {
+	if t.deaf.Load() {
+		return nil
+	}
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	all := make([]*v1.Pod, len(t.pods))

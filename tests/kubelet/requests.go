@@ -25,6 +25,7 @@ type request struct {
 	Within   float64         `json:"within_s"`
 
 	Running bool `json:"running"` // restart
+	Deaf    bool `json:"deaf"`    // restart
 	Ready   bool `json:"ready"`   // sources_ready
 	Forced  bool `json:"forced"`  // remove
 
@@ -53,6 +54,11 @@ func (n *Node) do(r *request) (any, error) {
 	case "evict":
 		return nil, n.withPod(r, n.evict)
 	case "sources_ready":
+		if r.Ready && n.pods.deaf.Load() {
+			n.admitting.Lock()
+			defer n.admitting.Unlock()
+			return n.hear(true)
+		}
 		n.ready.Store(r.Ready)
 		return nil, nil
 	case "pod_status":
@@ -61,7 +67,7 @@ func (n *Node) do(r *request) (any, error) {
 		n.admitting.Lock()
 		defer n.admitting.Unlock()
 		n.stop()
-		return n.start(r.Running)
+		return n.start(r.Running, r.Deaf)
 	case "state":
 		return n.state(), nil
 	case "wait_devices":
