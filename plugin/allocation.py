@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -124,10 +124,14 @@ def read_nodes(*, dev: Path = Path("/dev"), proc: Path = Path("/proc")) -> Nodes
         text = (proc / "driver/nvidia-caps/mig-minors").read_text(errors="replace")
     except OSError:
         text = ""
+    return replace(read_common_nodes(dev), mig_minors=parse_mig_minors(text))
+
+
+def read_common_nodes(dev: Path) -> Nodes:
+    """Those that belong to no single GPU: they come and go without the machine being another."""
     channels = (path.name for path in (dev / IMEX_NODES).glob("channel*"))
     return Nodes(
         control=tuple(name for name in CONTROL_NODES if (dev / name).exists()),
-        mig_minors=parse_mig_minors(text),
         imex_channels=frozenset(
             int(name.removeprefix("channel"))
             for name in channels

@@ -89,9 +89,13 @@ class Held:
 
     def ids(self) -> frozenset[DeviceId]:
         """The ids in use, replicas as `<id>::<n>`."""
-        oldest = self._clock() - OWN_ALLOCATION_S
         with self._lock:
-            return self._listed.union(i for i, taken in self._own.items() if taken > oldest)
+            return self._listed.union(self._answered())
+
+    def own(self) -> frozenset[DeviceId]:
+        """Those of our own latest answers that no list has shown yet."""
+        with self._lock:
+            return frozenset(self._answered())
 
     def offered(self, devices: Iterable[DeviceUse]) -> None:
         """Take note of all that the kubelet can hand out, in use or not."""
@@ -114,12 +118,15 @@ class Held:
         An own allocation that this list shows is its to say from now on; an older list that
         shows the id shows who had it before.
         """
-        oldest = self._clock() - OWN_ALLOCATION_S
         with self._lock:
             self._listed = ids
             self.nics = nics
             self._own = {
-                id: taken
-                for id, taken in self._own.items()
-                if taken > oldest and not (id in ids and taken <= asked)
+                id: self._own[id]
+                for id in self._answered()
+                if not (id in ids and self._own[id] <= asked)
             }
+
+    def _answered(self) -> list[DeviceId]:
+        oldest = self._clock() - OWN_ALLOCATION_S
+        return [id for id, taken in self._own.items() if taken > oldest]

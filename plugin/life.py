@@ -10,19 +10,19 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from plugin import cdi
-from plugin.allocation import Handing, Owner, owners, read_nodes
+from plugin.allocation import Handing, Nodes, Owner, owners, read_common_nodes, read_nodes
 from plugin.decisions import JOINED_WITHIN_S, Decisions
 from plugin.devices import Advertised, Advertising, Device, Known, devices, held_devices, remember
 from plugin.held import Container, Held, nic_holders, nic_use
-from plugin.moving import Listed, pairs, settled, twice_held
+from plugin.moving import Listed, offers, pairs, settled, twice_held
 from plugin.nccl import write_topology
 from plugin.pod_resources import PodResources
-from plugin.registration import KUBELET_SOCKET, Registration, Signature
+from plugin.registration import KUBELET_SOCKET, Registration, Signature, signature
 from plugin.service import Resource, Tables
 from plugin.specs import Specs, Wanted, check_start
 from rte.graph.build import Graph, build
@@ -42,6 +42,8 @@ TOLD_POLLS = 1.5  # of these times, before PodResources is asked though somebody
 ADMITTED_WITHIN_S = 5.0
 # PodResources has 100 calls a second for all clients; changes that come together are one call.
 USAGE_PAUSE_S = 0.05
+# A kubelet that starts lists a pod when it has heard of it, and the API server may be slow.
+HEARS_WITHIN_S = 15.0
 # How long a list may be on its way to the kubelet, and when nobody can be asked has been read.
 SENT_S, READ_S = 0.1, 1.0
 BEFORE_S = 1.0  # of each question to PodResources that a Register waits for
@@ -107,6 +109,8 @@ class DevicePlugin:
         self._machine: Machine | None = None
         self._faults: Faults = {}
         self._graph: Graph | None = None
+        self._topology: tuple[Graph, str | None] | None = None  # NCCL's file of a graph
+        self._common = Nodes()  # what the tables were made with
         self._known: Mapping[PciAddress, Known] = {}
         self._withheld: Mapping[str, str] = {}
         self._said: set[str] = set()
@@ -122,12 +126,14 @@ class DevicePlugin:
         self._join_s = 0.0 if options.pod_resources is None else JOINED_WITHIN_S
         self._holders: Mapping[Listed, tuple[PodName, ...]] = {}
         """Who holds what, ours or not: a GPU that a pod holds may be plugged in only later."""
+        self._shown: set[Listed] = set()  # what the kubelet of this socket has listed
+        self._shown_by: Signature | None = None
         self._used: Mapping[Listed, tuple[PodName, ...]] = {}  # what of that is ours
         self._wanted: frozenset[Listed] = frozenset()  # what would be listed if nothing had to wait
-        self._leaving: dict[Listed, float] = {}  # taken out of a list, and when (monotonic seconds)
+        self._leaving: dict[Listed, float] = {}  # not offered now, since when (monotonic seconds)
         self._former: Mapping[DeviceId, Owner] = {}  # owners, with those of what is leaving
-        self._strays: frozenset[Listed] = frozenset()  # held, and not to be listed any more
-        self._until_end: frozenset[Listed] = frozenset()  # listed for as long as they are held
+        self._waiting: Mapping[Listed, Listed] = {}  # what of it has to wait, and for what
+        self._in_the_way: frozenset[Listed] = frozenset()  # see _obstacles
         self._kubelet: PodResources | None = None
         self._twice: Mapping[DeviceId, tuple[PodName, ...]] = {}
         self._usage_at = self._check_at = 0.0  # when each is due, monotonic seconds
@@ -247,7 +253,6 @@ class DevicePlugin:
         ids = frozenset().union(*usage.device_ids().values()) | claimed(usage, machine)
         ours = frozenset(d.id for r in self.resources.values() for d in r.tables.devices.values())
         nics = frozenset(nic.pci for nic in graph.nics if nic.pci is not None)
-        here = {gpu.pci for gpu in machine.gpus if gpu.uuid or gpu.lost}
         # Whoever holds NICs in the first list held them before we came.
         first = asked if self._usage_seen else asked - 2 * ADMITTED_WITHIN_S
         seen = self._nic_holders
@@ -256,14 +261,36 @@ class DevicePlugin:
         use = nic_use(usage, nics=nics, gpus=ours, admitted=admitted)
         self.held.listed(ids, asked=asked, nics=use)
         self.decisions.join(usage, asked=asked)
-        self._holders = _holders(usage)
+        listed = _holders(usage)
+        self._holders = {**dict.fromkeys(self._not_heard_of(listed), ()), **listed}
         self._used = self._held_of_ours()
         self._usage_seen = True
-        known = self._known.values()
-        pulled_out = any(not k.ids & held_devices(ids) for k in known if k.gpu.pci not in here)
-        if pulled_out or self._moved():
-            self._publish_again()  # what was pulled out leaves the list with its last pod
+        self._follow_use()
+        self._say_what_waits()
         self._judge(twice_held(self._used))
+
+    def _not_heard_of(self, listed: Collection[Listed]) -> frozenset[Listed]:
+        """What has been handed out, of pods that a kubelet which has just started is yet to hear
+        of: until then it does not list them, but keeps what they have."""
+        if self.options.pod_resources is None:
+            return frozenset()
+        socket = signature(self.options.pod_resources)
+        if socket != self._shown_by:
+            self._shown, self._shown_by = set(), socket
+        self._shown.update(listed)
+        if socket is None or not 0 <= time.time() - socket[2] / 1e9 < HEARS_WITHIN_S:
+            return frozenset()
+        return self._handed_out() - self._shown
+
+    def _handed_out(self) -> frozenset[Listed]:
+        """What the kubelet's checkpoint has, also of pods that ended since it was written."""
+        from rte.kubelet.state import StateFileError, read_devices  # noqa: PLC0415 - seldom; memory
+
+        try:
+            found = read_devices(self.options.plugin_dir / CHECKPOINT).held.values()
+        except StateFileError:
+            return frozenset()
+        return frozenset(Listed(*pair) for pairs in found for pair in pairs)
 
     def _judge(self, twice: Mapping[DeviceId, tuple[PodName, ...]]) -> None:
         """Count and tell each device that is newly found with several pods."""
@@ -279,6 +306,44 @@ class DevicePlugin:
                 )
         self._twice = twice
 
+    # What lists and tables are made of comes by `update`, `withhold` and `reconfigure`, which make
+    # them anew; all else is below.
+
+    def _follow_use(self) -> None:
+        """Make the lists anew if what is in use, as far as they depend on it, is not what it was.
+
+        Asked after each list of pods, and at each check: our own answers are forgotten in time.
+        """
+        with self._lock:
+            used_up = self._pulled_out_and_free()
+            if used_up or self._obstacles(self._in_use()) != self._in_the_way:
+                self._publish_again()
+
+    def _follow_files(self) -> None:
+        """Make the tables anew if device nodes, CDI's specifications or NCCL's file are not what
+        they were. Nobody tells of that, so it is asked at each check."""
+        with self._lock:
+            if self._machine is None:
+                return
+            if self._specs.changed() or self._common_nodes() != self._common:
+                self._publish()
+
+    def _pulled_out_and_free(self) -> bool:
+        """Whether a GPU that left the machine is listed, though none has it any more."""
+        if self._machine is None or not self._usage_seen:
+            return False
+        here = {gpu.pci for gpu in self._machine.gpus if gpu.uuid or gpu.lost}
+        gone = [known for known in self._known.values() if known.gpu.pci not in here]
+        return bool(gone) and any(not k.ids & held_devices(self._held_ids()) for k in gone)
+
+    def _held_ids(self) -> frozenset[DeviceId]:
+        return self.held.ids().union(pair.id for pair in self._holders)
+
+    def _obstacles(self, in_use: Iterable[Listed]) -> frozenset[Listed]:
+        """What of this keeps the lists from being what they should be: what is held and would not
+        be listed, and what is listed, though something is in its way, because it is held."""
+        return frozenset(p for p in in_use if p not in self._wanted or p in self._waiting)
+
     # What update() makes
 
     def _publish_again(self) -> None:
@@ -288,7 +353,7 @@ class DevicePlugin:
 
     def _publish(self) -> None:
         assert self._machine is not None
-        held = self.held.ids() if self._usage_seen else None
+        held = self._held_ids() if self._usage_seen else None
         self._known = remember(self._known, self._machine, held)
         advertised = self._devices(self.options)
         for sentence in advertised.left_out:
@@ -337,40 +402,43 @@ class DevicePlugin:
         self._wanted = pairs(wanted)
         self._used = self._held_of_ours()
         now = time.monotonic()
-        gone = pairs({n: found.values() for n, found in listed.items()})
-        gone = gone - self._wanted - self._used.keys()
-        self._leaving = {
-            pair: at
-            for pair, at in {**dict.fromkeys(gone, now), **self._leaving}.items()
-            if pair not in self._wanted
-        }
+        in_use = self._in_use()
+        before = offers({name: found.values() for name, found in listed.items()})
         who = owners(known.gpu for known in self._known.values())
         found = settled(
             wanted,
             listed=listed,
-            used=self._in_use(),
-            leaving=self._leaving,
+            used=in_use,
+            leaving=before.union(self._leaving) - self._wanted,
             owners=who,
             former=self._former,
         )
+        self._waiting = found.waiting
+        self._in_the_way = self._obstacles(in_use)
+        after = offers(found.resources)
+        self._leaving = {
+            pair: at
+            for pair, at in (dict.fromkeys(before, now) | self._leaving).items()
+            if pair not in after
+        }
         leaving = held_devices(pair.id for pair in self._leaving)
         self._former = {**{i: o for i, o in self._former.items() if i in leaving}, **who}
-        for new, old in found.waiting.items():
+        if self._leaving:
+            self._check_soon()
+        return found.resources
+
+    def _say_what_waits(self) -> None:
+        for new, old in self._waiting.items():
             pods = " and ".join(f"{p.namespace}/{p.name}" for p in self._used.get(old, ()))
             if pods:
                 self._say_once(
                     f"{new.id} is not offered as {new.resource} while {pods} has {old.id} as "
                     f"{old.resource}: delete the pod, or wait for its end"
                 )
-        self._strays = frozenset(self._used.keys() - self._wanted)
-        self._until_end = found.in_use
-        if self._leaving:
-            self._check_soon()
-        return found.resources
 
     def _in_use(self) -> Mapping[Listed, tuple[PodName, ...]]:
         """What pods hold; with our latest answers, whose pods are not known yet."""
-        held = self.held.ids() - {pair.id for pair in self._used} if self._usage_seen else ()
+        held = self.held.ids() - {pair.id for pair in self._used}
         given: dict[Listed, tuple[PodName, ...]] = {
             Listed(name, device.id): ()
             for name, resource in self.resources.items()
@@ -393,14 +461,9 @@ class DevicePlugin:
                 self.observe(read_usage(self._kubelet.channel, BEFORE_S), asked=asked)
             found = read_allocatable(self._kubelet.channel, BEFORE_S)
         except KubeletError:
+            self._believe_checkpoint()
             return False  # one that starts cannot say yet
         return any(device.resource == name for device in found.devices)
-
-    def _moved(self) -> bool:
-        """Whether what pods hold under other names than it should have, or keeps a list from
-        being what it should be, is not what it was."""
-        strays = frozenset(self._used.keys() - self._wanted)
-        return strays != self._strays or not self._until_end <= self._in_use().keys()
 
     def _register(self, registration: Registration) -> None:
         try:
@@ -439,15 +502,17 @@ class DevicePlugin:
         assert self._graph is not None
         options = self.options
         who = owners(known.gpu for known in self._known.values())
-        nodes = read_nodes(dev=options.dev, proc=options.proc)
+        self._common = self._common_nodes()
+        nodes = replace(
+            read_nodes(dev=options.dev, proc=options.proc),
+            nccl_topology=self._common.nccl_topology,
+        )
         names: Mapping[DeviceId, str] = {}
         extra: tuple[str, ...] = ()
         if options.handing.has_cdi:
             ids = dict.fromkeys(device.holds for found in lists.values() for device in found)
             names = self._specs.names(ids, owners=who, nodes=nodes)
             extra = cdi.extra_names(options.handing, self._specs.listed())
-        if self._write_topology():
-            nodes = replace(nodes, nccl_topology=True)
         gone: dict[str, tuple[Device, ...]] = dict.fromkeys(self.resources, ())
         return {
             name: Tables(
@@ -472,12 +537,18 @@ class DevicePlugin:
         if self._usage_seen and not self._in_use():
             self._specs.remove_own()
 
+    def _common_nodes(self) -> Nodes:
+        """What containers are given beside their devices, as it is now."""
+        return replace(read_common_nodes(self.options.dev), nccl_topology=self._write_topology())
+
     def _write_topology(self) -> bool:
         """Whether NCCL's topology file is there, made from the graph as it is now."""
         folder, made = self.options.handing.nccl_topology_dir, self.options.nccl_topology
         if folder is None or made is None or self._graph is None:
             return False
-        text = made(self._graph)
+        if self._topology is None or self._topology[0] is not self._graph:
+            self._topology = self._graph, made(self._graph)
+        text = self._topology[1]
         if text is None:
             return False
         try:
@@ -531,8 +602,6 @@ class DevicePlugin:
         if kubelet is not None and (self._usage_due.is_set() or now >= self._usage_at):
             self._usage_due.clear()
             self._read_usage(kubelet)
-            if not self._specs.wants_own():
-                self._remove_spec()
             self._usage_at = now + (USAGE_SOON_S if self._waits_for_list else USAGE_POLL_S)
         self._log_decisions(wait_s=self._join_s)
         if now >= self._check_at:
@@ -543,17 +612,19 @@ class DevicePlugin:
             self._check_at = now + (CHECK_WELL_S if well else CHECK_ILL_S)
             if self._leaving:
                 self._check_soon()
+            self._follow_use()
+            self._follow_files()
+            if not self._specs.wants_own():
+                self._remove_spec()
             if well and not self._settled:
                 settle_memory()
                 self._settled = True
-            if self._specs.changed():
-                self._publish_again()
 
     @property
     def _waits_for_list(self) -> bool:
-        """Whether a pod is being admitted, or holds what is to be offered under another name: a
-        list shows the one and the other's end better than any event."""
-        return bool(self.held.nics.own or self.decisions.waiting or self._strays)
+        """Whether a pod is being admitted, or holds what keeps the lists from being what they should
+        be: a list shows the one and the other's end better than any event."""
+        return bool(self.held.nics.own or self.decisions.waiting or self._in_the_way)
 
     def _ask_usage(self, _: Path | None = None) -> None:
         if not self.options.is_told:
@@ -578,7 +649,7 @@ class DevicePlugin:
             for pair, at in tuple(self._leaving.items())
             if asked - at > (READ_S if nobody_says else SENT_S)
             and (offered is None or pair.id not in offered.get(pair.resource, ()))
-            and (nobody_says or pair.id not in self.held.ids())
+            and pair.id not in self.held.own()
         }
         if over and kubelet is not None and offered is not None:
             self._read_usage(kubelet)  # what was given away in the last moment is in it
@@ -598,6 +669,16 @@ class DevicePlugin:
         usage = kubelet.usage()
         if usage is not None:
             self.observe(usage, asked=asked)
+        else:
+            self._believe_checkpoint()
+
+    def _believe_checkpoint(self) -> None:
+        """Until there is a list: what a pod has under another name must not be in ours."""
+        with self._lock:
+            if not self._usage_seen:
+                self._holders = dict.fromkeys(self._handed_out(), ())
+                self._used = self._held_of_ours()
+                self._follow_use()
 
     def _check(self, kubelet: PodResources | None) -> bool:
         """Whether the kubelet has what it was told; a plugin it has lost registers once more."""

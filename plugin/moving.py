@@ -7,7 +7,7 @@ under the former name, or holds the GPU that has been cut into slices meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -32,12 +32,15 @@ class Settled:
     resources: Mapping[str, tuple[Device, ...]]
     waiting: Mapping[Listed, Listed]
     """What is not offered yet → what has to be over before."""
-    in_use: frozenset[Listed]
-    """What would have to wait too, but is listed because a pod has it: until that pod's end."""
 
 
 def pairs(resources: Mapping[str, Iterable[Device]]) -> frozenset[Listed]:
     return frozenset(Listed(n, device.id) for n, found in resources.items() for device in found)
+
+
+def offers(resources: Mapping[str, Iterable[Device]]) -> frozenset[Listed]:
+    """What is listed as it should be, for new pods if it is healthy."""
+    return pairs({n: [d for d in found if d.unhealthy != MOVING] for n, found in resources.items()})
 
 
 def settled(
@@ -47,44 +50,48 @@ def settled(
     used: Collection[Listed],
     leaving: Collection[Listed],
     owners: Mapping[DeviceId, Owner],
-    former: Mapping[DeviceId, Owner] | None = None,
+    former: Mapping[DeviceId, Owner],
 ) -> Settled:
     """The wanted lists, without what the kubelet could hand out or has handed out otherwise.
 
-    `listed` is what the lists have now, `used` what pods hold, `leaving` what was taken out of a
-    list and may be handed out until the kubelet has seen that. What pods hold stays in its list,
-    unhealthy, until they end. `former` are owners of what is no more: a slice that a pod had is
-    in nobody's way, one that is still offered is.
+    `listed` is what the lists have now, `used` what pods hold, `leaving` what is offered no more
+    and may be handed out until the kubelet has seen that. What pods hold stays in its list
+    until they end: unhealthy where nobody is to be given it after them. `former` are owners of
+    what is no more: a slice that a pod had is in nobody's way, one that is still offered is.
     """
     now = pairs(wanted)
     over = [pair for pair in {*used, *leaving} if pair not in now]
     waiting: dict[Listed, Listed] = {}
-    in_use: set[Listed] = set()
     if over:  # seldom: all else is wanted as it is
-        whose = {o: owners if o in used else {**(former or {}), **owners} for o in sorted(over)}
+        whose = {o: {**former, **owners} if o in leaving else owners for o in sorted(over)}
         for name, devices in wanted.items():
             for device in devices:
                 before = next((o for o in whose if overlaps(o.id, device, whose[o])), None)
-                pair = Listed(name, device.id)
-                if before is not None and pair in used:
-                    in_use.add(pair)
-                elif before is not None:
-                    waiting[pair] = before
+                if before is not None:
+                    waiting[Listed(name, device.id)] = before
     kept: dict[str, list[Device]] = {}
     for resource, id in over:
         was = listed.get(resource, {}).get(id)
         if was is not None and (resource, id) in used:
             kept.setdefault(resource, []).append(replace(was, unhealthy=MOVING))
+
+    def listable(name: str) -> Iterator[Device]:
+        for device in wanted.get(name, ()):
+            pair = Listed(name, device.id)
+            if pair not in waiting:
+                yield device
+            elif pair in used:
+                yield replace(device, unhealthy=device.unhealthy or MOVING)
+
     return Settled(
         resources={
             name: (
-                *(d for d in wanted.get(name, ()) if Listed(name, d.id) not in waiting),
+                *listable(name),
                 *sorted(kept.get(name, ()), key=lambda device: device.id),
             )
             for name in sorted({*wanted, *kept})
         },
         waiting=waiting,
-        in_use=frozenset(in_use),
     )
 
 

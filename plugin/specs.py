@@ -31,6 +31,7 @@ class Specs:
         self._wanted = wanted
         self._say = say
         self._stamps: cdi.Stamps | None = None
+        self._named: cdi.Stamps | None = None  # `_stamps` when names were given last
         self._listed = cdi.Listed({}, ())
 
     def listed(self) -> cdi.Listed:
@@ -44,9 +45,9 @@ class Specs:
         return self._listed
 
     def changed(self) -> bool:
-        """Whether a file has changed since they were read: the toolkit writes when it likes."""
+        """Whether a file has changed since `names`: the toolkit writes when it likes."""
         wanted = self._wanted
-        return wanted.handing.has_cdi and cdi.stamps(wanted.directories) != self._stamps
+        return wanted.handing.has_cdi and cdi.stamps(wanted.directories) != self._named
 
     def wants_own(self) -> bool:
         """Whether a specification of ours is to be there."""
@@ -60,6 +61,7 @@ class Specs:
     ) -> Mapping[DeviceId, str]:
         """A qualified name for each id that has one; writes our specification where wanted."""
         wanted, listed = self._wanted, self.listed()
+        self._named = self._stamps
         own: frozenset[str] = frozenset()
         if self.wants_own():
             spec = cdi.nodes_spec(ids, owners=owners, handing=wanted.handing, nodes=nodes)

@@ -5,16 +5,17 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from plugin.allocation import Handing, Strategy
+from plugin.allocation import IMEX_NODES, Handing, Strategy
 from plugin.cdi import OWN_FILE, OWN_KIND
 from plugin.devices import Advertising, MigStrategy
 from plugin.life import DevicePlugin, Options
-from rte.model import Machine
+from rte.model import Machine, Usage
 from rte.sources.recorded import read_recorded
 from tests.conftest import GoProgram
 from tests.machines.description import FOLDER
@@ -221,6 +222,56 @@ def test_it_goes_with_the_plugin_unless_a_pod_still_needs_it(start: Start, folde
         assert until(lambda: plugin.ready and file.exists())
         plugin.stop()
         assert not file.exists()
+
+
+def test_it_goes_though_somebody_else_tells_what_is_in_use(start: Start, folder: Path) -> None:
+    file = folder / "cdi" / OWN_FILE
+    with SmallKubelet(folder / "dp"), PodResources(folder / "pr/kubelet.sock", {}) as pods:
+        plugin = start(pod_resources=pods.socket, is_told=True)
+        assert until(lambda: plugin.ready and file.exists())
+        assert not plugin.reconfigure(replace(plugin.options, handing=Handing()))
+
+        def told_and_gone() -> bool:
+            plugin.observe(Usage(), asked=time.monotonic())
+            return not file.exists()
+
+        assert until(told_and_gone)
+        plugin.stop()
+
+
+def test_names_that_the_toolkit_adds_are_given_however_often_pods_are_listed(
+    start: Start, folder: Path
+) -> None:
+    (folder / "etc").mkdir()
+    toolkit_spec(folder / "etc", uuid(0))
+    with SmallKubelet(folder / "dp"), PodResources(folder / "pr/kubelet.sock", {}) as pods:
+        plugin = start(pod_resources=pods.socket, cdi_nodes_only=False)
+        assert until(lambda: plugin.ready and named(plugin) == {f"nvidia.com/gpu={uuid(0)}"})
+        toolkit_spec(folder / "etc", *(uuid(n) for n in range(4)))
+        lists = pods.lists
+        (folder / "dp/kubelet_internal_checkpoint").touch()
+        assert until(lambda: pods.lists > lists)
+        assert until(lambda: len(named(plugin)) == 4)
+        plugin.stop()
+
+
+def test_device_nodes_that_come_later_are_given_to_pods_from_then_on(
+    start: Start, folder: Path
+) -> None:
+    """Channels and tools' nodes appear with a daemon or a module; the machine is the same."""
+    handing = Handing(device_specs=True, imex_channels=(0,))
+    with SmallKubelet(folder / "dp"):
+        plugin = start(handing=handing)
+        assert until(lambda: plugin.ready)
+        (gpus,) = plugin.resources.values()
+        assert "NVIDIA_IMEX_CHANNELS" not in gpus.allocate([uuid(0)]).envs
+        (folder / "dev" / IMEX_NODES).mkdir()
+        (folder / "dev" / IMEX_NODES / "channel0").touch()
+        (folder / "dev/nvidia-modeset").touch()
+        assert until(lambda: gpus.allocate([uuid(0)]).envs.get("NVIDIA_IMEX_CHANNELS") == "0")
+        paths = {node.container for node in gpus.allocate([uuid(0)]).nodes}
+        assert {"/dev/nvidia-modeset", f"/dev/{IMEX_NODES}/channel0"} <= paths
+        plugin.stop()
 
 
 def test_files_of_others_are_left_alone(start: Start, folder: Path) -> None:

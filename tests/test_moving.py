@@ -42,6 +42,7 @@ def move(
         used=[Listed(name, DeviceId(id)) for name, id in used],
         leaving=[Listed(name, DeviceId(id)) for name, id in leaving],
         owners=owners(after[0].gpus),
+        former=owners(before[0].gpus) if before else {},
     )
 
 
@@ -124,6 +125,22 @@ def test_what_a_pod_holds_stays_where_it_is_and_blocks_its_own_gpu_only(
     between = move(before, after, leaving=[held])
     assert healthy(between).get(name, []) == offered[name]
     assert move(before, after).resources == lists(*after)
+
+
+def test_what_a_pod_holds_goes_to_nobody_after_it_while_something_else_is_in_its_way() -> None:
+    """It has a slice, and another pod has the GPU as a whole."""
+    other = CUT.gpus[1].slices[1].id
+    found = move((CUT, MIXED), (CUT, MIXED), used=[(MIG, SLICE), (GPU, uuid(1))])
+    (kept,) = found.resources[MIG]
+    assert (kept.id, kept.unhealthy) == (SLICE, MOVING)
+    assert found.waiting == {Listed(MIG, id): Listed(GPU, uuid(1)) for id in (SLICE, other)}
+
+
+def test_a_slice_that_was_destroyed_is_waited_for_as_long_as_it_may_be_handed_out() -> None:
+    held = (MIG, SLICE)
+    found = move((CUT, MIXED), (WHOLE, MIXED), used=[held], leaving=[held])
+    assert healthy(found) == {GPU: [uuid(0)], MIG: []}
+    assert healthy(move((CUT, MIXED), (WHOLE, MIXED), used=[held]))[GPU] == [uuid(0), uuid(1)]
 
 
 def test_a_plugin_that_starts_does_not_serve_the_former_name_again() -> None:

@@ -583,6 +583,46 @@ def test_a_list_that_an_answer_to_a_later_question_has_overtaken_says_nothing(
     assert plugin.held.ids() == set()
 
 
+CUT = with_gpu(PAIRS, 0, mig_enabled=True, slices=slices(0, "1g.10gb", "1g.10gb"))
+MIXED = Advertising(mig=MigStrategy.MIXED)
+MIG = "nvidia.com/mig-1g.10gb"
+
+
+def test_a_slice_that_turns_out_to_be_in_use_is_listed_though_it_has_to_wait(
+    start: Start, kubelet: SmallKubelet
+) -> None:
+    """A kubelet that has just restarted hears of its pods one by one."""
+    plugin = start(CUT, advertising=MIXED)
+    (first, _) = CUT.gpus[0].slices
+    whole = use(uuid(0), pod="whole")
+    assert until(lambda: len(kubelet.devices(MIG)) == 2)
+    plugin.observe(Usage(pods=(whole,)), asked=time.monotonic())
+    assert until(lambda: not kubelet.devices(MIG))
+    part = use(first.id, pod="part", resource=MIG)
+    plugin.observe(Usage(pods=(whole, part)), asked=time.monotonic())
+    assert until(lambda: list(kubelet.devices(MIG)) == [first.id])
+    assert kubelet.devices(MIG)[first.id].health == "Unhealthy"
+    plugin.observe(Usage(pods=(part,)), asked=time.monotonic())
+    assert until(lambda: len(kubelet.devices(MIG)) == 2)
+    assert {device.health for device in kubelet.devices(MIG).values()} == {"Healthy"}
+
+
+def test_what_a_pod_keeps_from_moving_is_not_asked_for_ten_times_a_second(
+    start: Start, kubelet: SmallKubelet, resources: PodResourcesSocket
+) -> None:
+    """A GPU is cut while the pod that was given it is being admitted, and runs for hours."""
+    plugin = start(pod_resources=resources.socket, is_told=True, advertising=MIXED)
+    assert until(lambda: plugin.ready and kubelet.devices())
+    kubelet.allocate(uuid(0))
+    plugin.update(CUT, {})
+    plugin.observe(Usage(pods=(use(uuid(0)),)), asked=time.monotonic())
+    time.sleep(0.5)  # until the kubelet has seen the list
+    before = resources.offers
+    time.sleep(1.5)
+    assert resources.offers - before <= 4  # it may have lost us: once a second
+    plugin.stop()
+
+
 def test_pod_resources_that_do_not_answer_leave_the_plugin_alone(
     start: Start, kubelet: SmallKubelet, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

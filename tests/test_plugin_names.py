@@ -172,11 +172,14 @@ def test_a_slice_that_its_pod_alone_keeps_in_the_list_goes_with_that_pod(
     whole = {name: node.admit(name, gpu=2) for name in ("one", "other")}
     (holder,) = (name for name, ids in whole.items() if uuid(0) in ids)
     plugin.update(CUT, {})
-    node.kubelet.wait_devices(MIG, 1)
-    assert node.offered()[MIG] == {part}
     assert until(lambda: f"while default/{holder} has {uuid(0)}" in caplog.text)
+    # Nobody can get it after its pod, either.
+    assert MIG not in node.offered()
+    assert node.kubelet.state().capacity[MIG] == "1"
+    assert set(plugin.resources[MIG].tables.devices) == {part}
     node.kubelet.remove("part")
-    node.kubelet.wait_devices(MIG, 0)
+    assert until(lambda: not plugin.resources[MIG].tables.devices)
+    assert until(lambda: node.kubelet.state().capacity[MIG] == "0")
     node.kubelet.remove(holder)
     node.kubelet.wait_devices(MIG, 2)
 
@@ -296,3 +299,26 @@ def test_the_watcher_takes_over_from_register(node: Node) -> None:
     node.start(**watcher(node.kubelet))
     node.kubelet.wait_devices(GPU, 4)
     assert held not in node.admit("after", gpu=1)
+
+
+# A kubelet that restarts
+
+
+def test_a_kubelet_that_is_yet_to_hear_of_its_pods_is_offered_nothing_of_theirs(
+    node: Node,
+) -> None:
+    """It lists no pods for a moment after its start, and keeps what they have."""
+    plugin = node.start(advertising=MIXED)
+    held = {name: node.admit(name, gpu=1)[0] for name in ("one", "two", "three", "four")}
+    (holder,) = (name for name, id in held.items() if id == uuid(0))
+    plugin.update(CUT, {})
+    node.kubelet.wait_devices(GPU, 3)
+    assert until(lambda: not plugin.held.own())
+    node.kubelet.restart_deaf()
+    node.kubelet.wait_devices(GPU, 3)
+    assert until(lambda: not plugin.held.ids())
+    assert not until(lambda: MIG in node.offered(), within_s=1)
+    node.kubelet.hear_of_pods(True)
+    assert until(lambda: plugin.held.ids() >= set(held.values()))
+    node.kubelet.remove(holder)
+    node.kubelet.wait_devices(MIG, 2)

@@ -14,7 +14,7 @@ from plugin.life import DevicePlugin
 from rte.commands.parts import plugin_options
 from rte.config import ConfigError, load
 from tests.real_kubelet import short_folder
-from tests.small_kubelet import GPUS, SmallKubelet
+from tests.small_kubelet import GPUS, SmallKubelet, until
 from tests.small_machine import address, machine, slices, uuid, with_gpu
 
 QUAD = machine((0, 0, 1, 1), pairs=[(0, 2), (1, 3)], cpu_nodes=(0, 1))
@@ -159,6 +159,8 @@ def test_nccl_is_given_a_topology_file_of_the_graph(
     assert file.stat().st_ino != before
     assert len(list(ElementTree.parse(file).iter("nvlink"))) == 2
     assert [path.name for path in folder.iterdir()] == [inside.name]
+    file.unlink()  # as who cleans the folder
+    assert until(file.exists)
 
 
 def test_nccls_file_is_whole_whenever_it_is_read(
@@ -187,6 +189,8 @@ def test_a_folder_that_is_not_mounted_is_said_and_nothing_is_promised(
     kubelet.await_register()
     assert "NCCL_TOPO_FILE" not in kubelet.allocate(uuid(0)).envs
     assert f"mount the host's folder {tmp_path / 'absent'} here" in caplog.text
+    (tmp_path / "absent").mkdir()
+    assert until(lambda: "NCCL_TOPO_FILE" in kubelet.allocate(uuid(0)).envs)
 
 
 # Fabric resources

@@ -304,10 +304,8 @@ class World:
         parent = {s.id: uuid(n) for n in self.cut for s in self.slices(n)}
         strays = {(name, id) for name, id in here if (name, id) not in wanted}
 
-        def blocked(name: str, id: str) -> bool:
+        def blocked(id: str) -> bool:
             """Held under another name, or as a whole and in parts."""
-            if (name, id) in here:
-                return False
             return any(
                 other == id
                 or parent.get(DeviceId(other)) == id
@@ -315,7 +313,7 @@ class World:
                 for _, other in strays
             )
 
-        return {pair for pair in wanted if not blocked(*pair)}
+        return {pair for pair in wanted if not blocked(pair[1])}
 
     def offered(self) -> set[tuple[str, str]]:
         found = patiently(lambda: read_allocatable(self.asked, 10))
