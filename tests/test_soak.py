@@ -170,13 +170,21 @@ class World:
             assert self.process.wait(60) == 0, self.log()
 
     def log(self) -> str:
-        return (self.folder / "log").read_text()[-3000:]
+        """Its end, and what it has said of problems before."""
+        text = (self.folder / "log").read_text()
+        problems = [line for line in text.splitlines() if " rte.problems: " in line]
+        return "\n".join(["", *problems[-20:], "…", text[-3000:]])
+
+    def metrics(self) -> str:
+        url = f"http://127.0.0.1:{self.port}/metrics"
+        return str(urllib.request.urlopen(url, timeout=60).read().decode())
 
     def metric(self, name: str) -> float:
-        url = f"http://127.0.0.1:{self.port}/metrics"
-        text = urllib.request.urlopen(url, timeout=60).read().decode()
-        values = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        values = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", self.metrics(), re.MULTILINE)
         return sum(map(float, values))
+
+    def problems(self) -> list[str]:
+        return re.findall(r"^rte_problem{.*$", self.metrics(), re.MULTILINE)
 
     # Comparing
 
@@ -272,7 +280,9 @@ class World:
 
     def until_no_problem(self) -> None:
         """After faults one request more may be waited with for a while."""
-        until(lambda: not self.metric("rte_problem"), self.log, within_s=BACKOFF_S)
+        until(
+            lambda: not self.problems(), lambda: (self.problems(), self.log()), within_s=BACKOFF_S
+        )
 
     def until_published(self) -> None:
         """Returns when all that was there when it was called has been looked at, believed and
@@ -500,6 +510,7 @@ def test_every_published_state_is_what_a_recount_says(
         # Each step by a chance of its own: one that came out otherwise changes no later one.
         kind = world.step(random.Random(f"{seed} {number}"), number)
         took.setdefault(kind, []).append(world.until_right())
+        print(f"{number} right after {1000 * took[kind][-1]:.0f} ms")
         if number % IDLE_EVERY == 0 or number == steps:
             world.until_no_problem()
             world.until_covered()
@@ -510,7 +521,7 @@ def test_every_published_state_is_what_a_recount_says(
             assert not (changed := difference(body, after)), (changed, world.log())
             assert after["metadata"]["resourceVersion"] == body["metadata"]["resourceVersion"]
             assert world.metric("rte_writes_total") == writes, world.log()
-            assert not world.metric("rte_problem"), world.log()
+            assert not world.problems(), world.log()
     world.until_right()
     assert all(is_of_this_node(world, path) for _, path in world.proxy.asked), world.proxy.asked
     print(f"\n{steps} steps, seed {seed}, {world.checked} versions: {dict(world.done)}")
