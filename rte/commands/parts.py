@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -279,9 +280,10 @@ def api_server(config: Config) -> ApiServer:
     from rte.publish.access import in_cluster, read_kubeconfig  # noqa: PLC0415 - plugin: no API
     from rte.publish.apply import ApiServer  # noqa: PLC0415
 
-    path = config.api.kubeconfig
-    access = read_kubeconfig(Path(path)) if path else in_cluster()
-    return ApiServer(access, timeout_s=config.api.timeout)
+    if not config.api.kubeconfig:
+        return ApiServer(in_cluster(), timeout_s=config.api.timeout)
+    read = partial(read_kubeconfig, Path(config.api.kubeconfig))
+    return ApiServer(read(), timeout_s=config.api.timeout, again=read)
 
 
 def own_node(api: ApiServer, node: str) -> Callable[[], OwnNode]:

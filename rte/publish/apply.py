@@ -2,8 +2,8 @@
 
 The official client costs the daemon more than it may (docs/decisions/0001-thin-api-client.md), so
 this is a thin one: JSON over one kept-alive TLS connection, no redirects, no proxies, bounded
-answers, one time-out. It retries nothing but a 401 whose token file has changed; when to ask again
-is for the caller to say.
+answers, one time-out. It retries nothing but a 401 whose credentials have changed; when to ask
+again is for the caller to say.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -51,9 +51,17 @@ Body = Mapping[str, Any]
 class ApiServer:
     """One API server, as one identity. Each method is one request; threads may share it."""
 
-    def __init__(self, access: Access, *, timeout_s: float = 10) -> None:
-        """`timeout_s` bounds a whole request: connecting, sending, and reading the answer."""
+    def __init__(
+        self,
+        access: Access,
+        *,
+        timeout_s: float = 10,
+        again: Callable[[], Access] | None = None,
+    ) -> None:
+        """`timeout_s` bounds a whole request: connecting, sending, and reading the answer. `again`
+        reads the access anew where that may be another by then; it may raise ApiError."""
         self.access = access
+        self._again = again
         self.timeout_s = timeout_s
         self.server_time: float | None = None
         """The Date of the newest answer, seconds since the epoch: times in objects are its."""
@@ -280,7 +288,7 @@ class ApiServer:
         deadline = time.monotonic() + self.timeout_s
         content = None if body is None else msgspec.json.encode(body)
         answer = self._send(method, path, query or {}, content, content_type)
-        if answer.status == 401 and self._token_replaced(at_once=True):
+        if answer.status == 401 and (self._token_replaced(at_once=True) or self._renewed()):
             answer.close()
             answer = self._send(method, path, query or {}, content, content_type)
         try:
@@ -325,6 +333,7 @@ class ApiServer:
         except urllib3.exceptions.HTTPError as error:
             if isinstance(error, urllib3.exceptions.SSLError):
                 self._drop_connections()  # the authority's file may be new: read it again
+            self._renewed()
             raise ApiError(asked, "Unreachable", f"{self.access.server}: {error}") from error
         if date := answer.headers.get("Date"):
             with contextlib.suppress(TypeError, ValueError):
@@ -386,6 +395,22 @@ class ApiServer:
         before, self._token = self._token, token
         self._token_changed_ns = changed_ns
         return token != before
+
+    def _renewed(self) -> bool:
+        """Whether the access was read anew and is another, which is taken: whoever renews a client
+        certificate, an authority or a token writes a new kubeconfig, or new files beside it."""
+        if self._again is None:
+            return False
+        try:
+            access = self._again()
+        except ApiError:
+            return False  # it may be half written
+        if access == self.access:
+            return False
+        self.access, self._token = access, access.token
+        self._token_changed_ns = 0
+        self._drop_connections()
+        return True
 
     def _connections(self, asked: str) -> urllib3.HTTPConnectionPool:
         if (changed_ns := self._ca_file_changed()) is not None:
