@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
-from rte.agent import Agent, Kubelet, Reason, Sources
+from rte.agent import Agent, Kubelet, Reason, Sources, refused
 from rte.asked import AskedNode
 from rte.commands import parts
 from rte.kubelet import usage
@@ -39,7 +39,7 @@ from rte.model import (
     Usage,
 )
 from rte.pacer import Pace
-from rte.publish.access import Access
+from rte.publish.access import Access, ApiError
 from rte.publish.apply import ApiServer
 from rte.publish.publisher import ApiSink, FolderSink, Sink
 from tests.conftest import GoProgram
@@ -740,6 +740,22 @@ def test_a_missing_definition_is_said_once_and_awaited(
         assert [record.levelname for record in said] == ["WARNING"]
         path = "/apis/topology.node.k8s.io/v1alpha2/noderesourcetopologies/n"
         assert fresh.get(path)["zones"][0]["name"] == "node-0"
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "words"),
+    [
+        (503, "ServiceUnavailable", {"503 ServiceUnavailable: why"}),
+        (429, "TooManyRequests", {"429 TooManyRequests: why"}),
+        (None, "Unreachable", {"Unreachable: why"}),
+        (403, "Forbidden", {"GET /a: 403 Forbidden: why", "PATCH /b: 403 Forbidden: why"}),
+    ],
+)
+def test_what_any_request_would_meet_is_one_trouble(
+    status: int | None, reason: str, words: set[str]
+) -> None:
+    asked = ("GET /a", "PATCH /b")
+    assert {refused(ApiError(each, reason, "why", status=status)) for each in asked} == words
 
 
 @pytest.mark.survives_bugs

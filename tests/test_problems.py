@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rte.problems import Problems
+from rte.problems import Problems, do
 
 
 def lines(caplog: pytest.LogCaptureFixture, *, began: float) -> list[str]:
@@ -29,7 +29,7 @@ def test_a_problem_is_said_when_it_begins_changes_and_ends(
     problems.end("kubelet")
     assert problems.current() == {}
     assert lines(caplog, began=began) == [
-        "WARNING kubelet: gone",
+        f"WARNING kubelet: gone; {do('kubelet')}",
         "INFO kubelet: now refused",
         "INFO kubelet: in order again, after N s",
     ]
@@ -52,6 +52,6 @@ def test_what_is_usual_for_a_moment_is_a_problem_at_once_and_said_when_it_lasts(
     problems.report("hardware", "no reading", after_s=0.01)
     problems.end("hardware")
     assert lines(caplog, began=began) == [
-        "WARNING hardware: no reading",
+        f"WARNING hardware: no reading; {do('hardware')}",
         "INFO hardware: in order again, after N s",
     ]

@@ -215,8 +215,10 @@ def test_a_kubelet_that_is_silent_is_an_error_in_time(
 
 def test_a_kubelet_that_is_absent_is_an_error_and_found_when_it_comes(socket: Path) -> None:
     with usage.channel(socket) as channel:
-        with pytest.raises(usage.KubeletError, match="UNAVAILABLE"):
-            usage.read_usage(channel, 1)
+        for read in (usage.read_usage, usage.read_allocatable):
+            words = f"^PodResources: UNAVAILABLE: {socket}: No such file or directory$"
+            with pytest.raises(usage.KubeletError, match=words):
+                read(channel, 1)
         with PodResourcesSocket(socket):
             assert soon_answered(channel)
 

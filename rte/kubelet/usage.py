@@ -205,8 +205,8 @@ def ask(asked: str, call: Callable[..., Answer], request: object, timeout_s: flo
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             if absent := UNCONNECTED.search(details or ""):
-                # Whatever was asked: nobody is there to be asked.
-                raise KubeletError(f"socket {absent[1]}", absent[2], code) from error
+                asked = asked.rpartition(" ")[0]  # whatever the call: nobody is there to be asked
+                details = f"{absent[1]}: {absent[2]}"
             raise KubeletError(asked, f"{code.name}: {details}", code) from error
 
 
