@@ -10,6 +10,9 @@ from typing import NamedTuple
 import yaml
 
 from tests.real_apiserver import APPLY, ApiServer, Json
+from tests.waiting import until
+
+Rule = tuple[str, str, str]  # API group, resource, verb
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -49,6 +52,46 @@ def apply_strictly(apiserver: ApiServer, manifest: Json) -> Json:
     if manifest["kind"] == "CustomResourceDefinition":
         apiserver.wait_established(path)
     return applied
+
+
+def rules(of: Iterable[Json]) -> set[Rule]:
+    return {
+        (group, resource, verb)
+        for rule in of
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def granted(apiserver: ApiServer, token: str) -> set[Rule]:
+    """All that a token may do with resources, by the API server's own word."""
+    review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectRulesReview"}
+    answer = apiserver.ask(
+        "POST",
+        "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews",
+        {**review, "spec": {"namespace": "rte"}},
+        token=token,
+    )
+    found: list[Json] = answer["status"]["resourceRules"]
+    assert not any(rule.get("resourceNames") for rule in found)
+    return rules(found)
+
+
+def give_rights(apiserver: ApiServer, objects: Iterable[Json]) -> None:
+    """The agents have the rights of these objects, and no others, from now on: all tests of a
+    process share its API server, in whatever order they come."""
+    (role,) = of_kind(objects, "ClusterRole")
+    apply_strictly(apiserver, role)
+    token = apiserver.create_token("rte", "rte")
+    # What every service account may do is about these.
+    of_everybody = ("authentication.k8s.io", "authorization.k8s.io", "certificates.k8s.io")
+
+    def own() -> set[Rule]:
+        return {rule for rule in granted(apiserver, token) if rule[0] not in of_everybody}
+
+    wanted = rules(role["rules"])
+    until(lambda: own() == wanted, lambda: f"{sorted(own())}, not {sorted(wanted)}")
 
 
 class Cluster(NamedTuple):

@@ -15,7 +15,18 @@ from msgspec import structs
 from rte.commands.options import add_options, configuration
 from rte.config import load
 from tests.conftest import GoProgram, StartKubelet
-from tests.deployed import DEPLOY, ROOT, apply_strictly, config_text, deploy, of_kind
+from tests.deployed import (
+    DEPLOY,
+    ROOT,
+    Rule,
+    apply_strictly,
+    config_text,
+    deploy,
+    give_rights,
+    granted,
+    of_kind,
+    rules,
+)
 from tests.deployed import render as rendered_objects
 from tests.real_apiserver import APPLY, MERGE, ApiServer, Json
 from tests.real_kubelet import numa_nodes, pod
@@ -58,6 +69,7 @@ def test_it_is_taken_in_the_order_of_kubectl_and_a_second_time_changes_nothing(
         assert apply_strictly(apiserver, each)["metadata"]["resourceVersion"] == before, each[
             "kind"
         ]
+    give_rights(apiserver, render(DEPLOY / "base"))
 
 
 def test_a_field_that_the_api_does_not_know_would_be_refused(
@@ -367,7 +379,7 @@ class Agent(NamedTuple):
     token_without_node: str
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def agent(apiserver: ApiServer, go_program: GoProgram) -> Agent:
     cluster = deploy(apiserver, go_program("kustomize"))
     (daemon_set,) = of_kind(cluster.objects, "DaemonSet")
@@ -379,37 +391,6 @@ def agent(apiserver: ApiServer, go_program: GoProgram) -> Agent:
         token=cluster.token(daemon_set, "rte-here", node="deploy-here"),
         token_without_node=cluster.token(daemon_set, "rte-nowhere", node=None),
     )
-
-
-Rule = tuple[str, str, str]  # API group, resource, verb
-
-
-def rules(of: Iterable[Json]) -> set[Rule]:
-    return {
-        (group, resource, verb)
-        for rule in of
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
-    }
-
-
-def granted(apiserver: ApiServer, token: str) -> set[Rule]:
-    """All that a token may do with resources, by the API server's own word."""
-    review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectRulesReview"}
-    answer = apiserver.ask(
-        "POST",
-        "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews",
-        {**review, "spec": {"namespace": "rte"}},
-        token=token,
-    )
-    assert not any("resourceNames" in r and r["resourceNames"] for r in rules_of(answer))
-    return rules(rules_of(answer))
-
-
-def rules_of(review: Json) -> list[Json]:
-    found: list[Json] = review["status"]["resourceRules"]
-    return found
 
 
 FABRIC_CRD = ROOT / "crds" / "gpufabric" / "crd.yaml"
@@ -520,8 +501,10 @@ def test_events_are_of_the_own_node_and_only_with_the_overlay(
 
     objects = render(DEPLOY / "overlays" / "events")
     (role,) = of_kind(objects, "ClusterRole")
-    (base,) = of_kind(render(DEPLOY / "base"), "ClusterRole")
-    assert rules(role["rules"]) - rules(base["rules"]) == {("", "events", "create")}
+    base = render(DEPLOY / "base")
+    assert rules(role["rules"]) - rules(of_kind(base, "ClusterRole")[0]["rules"]) == {
+        ("", "events", "create")
+    }
     assert create("deploy-here") == 403
     try:
         for each in objects:
@@ -531,7 +514,7 @@ def test_events_are_of_the_own_node_and_only_with_the_overlay(
         assert create("deploy-here", kind="Pod") == 422
         assert create("deploy-here", namespace="kube-system") in (403, 422)
     finally:
-        apply_strictly(apiserver, base)
+        give_rights(apiserver, base)
 
 
 def owned(kind: str, node: str) -> Json:
@@ -578,9 +561,11 @@ def test_with_node_labels_it_changes_the_own_nodes_labels_and_nothing_else(
     apiserver: ApiServer, agent: Agent, render: Render
 ) -> None:
     objects = render(DEPLOY / "overlays" / "node-labels")
-    (base_role,) = of_kind(render(DEPLOY / "base"), "ClusterRole")
+    base = render(DEPLOY / "base")
     (role,) = of_kind(objects, "ClusterRole")
-    assert rules(role["rules"]) - rules(base_role["rules"]) == {("", "nodes", "patch")}
+    assert rules(role["rules"]) - rules(of_kind(base, "ClusterRole")[0]["rules"]) == {
+        ("", "nodes", "patch")
+    }
     here, there = (f"/api/v1/nodes/{node}" for node in (agent.node, agent.other_node))
     foreign = {"metadata": {"labels": {"pool": "a"}}}
     apiserver.ask("PATCH", here, foreign, content_type=MERGE)
@@ -613,7 +598,7 @@ def test_with_node_labels_it_changes_the_own_nodes_labels_and_nothing_else(
         assert patch(here, ours, agent.token_without_node) == 422
         assert patch(there, label("pool", "c"), apiserver.token) == 200
     finally:
-        apply_strictly(apiserver, base_role)
+        give_rights(apiserver, base)
 
 
 # The kubelet's sample
