@@ -502,3 +502,21 @@ def test_another_process_of_ours_waits_for_the_pods_and_writes_nothing(
     assert later.writes() == 0
     for name in ("ended", "runs"):
         node.real.delete(f"/api/v1/namespaces/default/pods/{name}?gracePeriodSeconds=0")
+
+
+def test_two_processes_of_ours_on_one_node_write_each_change_once(world: MakeWorld) -> None:
+    one = world(plugs=True, nrt={"echo": 0}).start()
+    one.kubelet.wait_devices(GPU, 4)
+    one.until(lambda: one.figures(GPU) == [("2", "2", "2")] * 2)
+    other = world(after=one, nrt={"echo": 0}).start()
+    other.until(lambda: not other.agent.not_ready())
+    generation = one.topology()["metadata"]["generation"]
+    for name, left in (("a", 3), ("b", 2), ("c", 1)):
+        assert one.kubelet.admit(pod(name, {GPU: 1})).admitted
+        one.until(lambda: sum(int(zone[2]) for zone in one.figures(GPU)) == left)  # noqa: B023
+        for node in (one, other):
+            node.look()
+        generation += 1
+        assert one.topology()["metadata"]["generation"] == generation
+    assert not one.agent.problems.current()
+    assert not other.agent.problems.current()

@@ -600,6 +600,22 @@ def test_a_watch_that_the_kubelet_drops_is_taken_up_again(follow: Follow) -> Non
         ours.follower.stop()
 
 
+def test_a_kubelet_that_drops_the_watch_and_goes_on_is_believed_at_once(
+    follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does when all pods of a node are deleted at once."""
+    monkeypatch.setattr(pods, "COME_BACK_S", 600.0)
+    kubelet = Bad()
+    kubelet.pods = [serialized(f"p{number}") for number in range(100)]
+    with served(kubelet) as path:
+        ours = follow(path)
+        until(lambda: len(ours.follower.read() or ()) == 100)
+        kubelet.pods = [serialized("p0")]
+        kubelet.ends.set()
+        ours.until_phases(p0="Running")
+        ours.follower.stop()
+
+
 def test_a_kubelet_that_limits_its_callers_is_asked_again(follow: Follow) -> None:
     kubelet = Bad()
     kubelet.pods = [serialized("a")]
@@ -678,6 +694,7 @@ def test_a_list_without_what_ran_is_asked_again_until_it_is_there(
         ours = follow(path)
         ours.until_phases(a="Running", b="Running")
         kubelet.pods = [serialized("a")]
+        path.chmod(0o700)  # as one that is made anew has another time
         kubelet.ends.set()
         until(lambda: kubelet.watches >= 2)
         kubelet.ends.clear()
@@ -707,6 +724,7 @@ def test_a_kubelet_that_has_said_that_it_is_initializing_is_believed_at_once(
         ours.until_phases(a="Running", b="Running")
         kubelet.refuse = {"WatchPods": grpc.StatusCode.FAILED_PRECONDITION}
         kubelet.pods = [serialized("a")]
+        path.chmod(0o700)  # as one that is made anew has another time
         kubelet.ends.set()
         until(lambda: "FAILED_PRECONDITION" in str(ours.follower.problem))
         kubelet.ends.clear()

@@ -67,6 +67,7 @@ class PodsApi(Follower):
         self._socket = socket
         self._made_anew = False  # the socket, since it was last tried
         self._awaited: Signature | None = None  # the socket of a kubelet that was initializing
+        self._heard: Signature | None = None  # and of one whose list was believed
         self._channel: grpc.Channel | None = None
 
     def start(self) -> None:
@@ -144,7 +145,9 @@ class PodsApi(Follower):
     def _ask_again_and_again(self, kubelet: rpc.PodsStub, told: Told, served: Signature) -> None:
         """`served` is the socket of the kubelet that is watched."""
         began = last_end = time.monotonic()
-        settled = self._awaited == served  # it answers when it has heard of all
+        # It answers when it has heard of all, or has heard of them before: it ends the watch of who
+        # is too slow for it, a drained node's say.
+        settled = served in (self._awaited, self._heard)
         while not self._stopped.is_set():
             asked_at = time.monotonic()
             with self._condition:
@@ -158,6 +161,7 @@ class PodsApi(Follower):
             facts = parse_pods(answer.pods, known=known)
             settled = settled or all_back(facts, known) or asked_at - began >= COME_BACK_S
             if settled:
+                self._heard = served
                 ended = ended_uids(facts)
                 if ended - ended_uids(known):
                     last_end = asked_at
