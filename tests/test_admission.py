@@ -242,6 +242,16 @@ def test_half_cores_are_refused_after_allocate_where_whole_ones_are_asked() -> N
     assert calls.allocated == [["g0"]]
 
 
+def test_whole_cores_are_asked_for_twice_where_an_init_container_hands_them_on() -> None:
+    whole = replace(STATIC, cpu_manager_options={"full-pcpus-only": "true"})
+    eight = {"cpu": 8, "memory": "1Gi"}
+    assert isinstance(admit(state(whole), spec(eight)), Admitted)
+    refused = rejected(admit(state(whole), spec(eight, init=[eight])))
+    assert refused.reason == "SMTAlignmentError"
+    assert "available physical CPUs = 6, requested CPUs = 8" in refused.message
+    assert isinstance(admit(state(STATIC), spec(eight, init=[eight])), Admitted)
+
+
 def test_the_nodes_own_limits_come_last() -> None:
     small = state(STATIC, allocatable={"cpu": 2, "memory": 200 * GI})
     answer = rejected(admit(small, spec({"cpu": 4, "memory": "1Gi"})))

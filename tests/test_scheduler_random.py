@@ -44,7 +44,7 @@ REFUSALS: Mapping[str, set[str]] = {
     "odd CPUs": {NO_WHOLE_CORES},
     "half cores": {NO_WHOLE_CORES},
     "node without CPUs": {ALIGNMENT, AT_ALLOCATION},
-    "init container": {ALIGNMENT, AT_ALLOCATION},
+    "init container": {ALIGNMENT, AT_ALLOCATION, NO_WHOLE_CORES},
     "ended init container": {ALIGNMENT, AT_ALLOCATION, NO_WHOLE_CORES},
     "sidecar": {ALIGNMENT, AT_ALLOCATION},
     "request for none": {ALIGNMENT, AT_ALLOCATION},

@@ -243,10 +243,13 @@ def shared_cpus(case: Case) -> Case | None:
 
 
 def fewest_cpus(state: KubeletState) -> int:
-    """The exclusive CPUs that are left on the NUMA node that has the fewest."""
+    """The CPUs that one container can get to itself on the NUMA node that has the fewest."""
     held = {cpu for pod in state.pods.values() for each in pod.containers for cpu in each.cpus}
     free = set(state.topology.node) - held - set(state.policy.reserved_cpus)
-    return min(len(free.intersection(node.cpus)) for node in state.numa_nodes if node.cpus)
+    fewest = min(len(free.intersection(node.cpus)) for node in state.numa_nodes if node.cpus)
+    if state.policy.cpu_manager_options.get(WHOLE_CORES) != "true":
+        return fewest
+    return min(fewest, len(free - state.topology.siblings(state.policy.reserved_cpus)))
 
 
 def pod_level(case: Case) -> Case | None:
