@@ -33,6 +33,7 @@ GPU = "nvidia.com/gpu"
 NIC = "a.com/nic"
 SINGLE = TopologyManagerPolicy.SINGLE_NUMA_NODE
 GI = 2**30
+Request = Mapping[str, str | int]
 SEEDS = 8  # machines for each policy and scope
 
 
@@ -157,7 +158,7 @@ def test_what_an_init_container_had_is_taken_first() -> None:
 
 def test_cpus_of_an_init_container_that_nobody_has_taken_over_stay_with_the_pod() -> None:
     policy = replace(STATIC, topology_manager=TopologyManagerPolicy.NONE)
-    before = {"cpu": 8, "memory": "1Gi"}
+    before: Request = {"cpu": 8, "memory": "1Gi"}
     start = state(policy)
     held = admitted(admit(start, spec({"cpu": 2, "memory": "1Gi"}, init=[before], name="a")))
     init, container = held.containers
@@ -244,7 +245,7 @@ def test_half_cores_are_refused_after_allocate_where_whole_ones_are_asked() -> N
 
 def test_whole_cores_are_asked_for_twice_where_an_init_container_hands_them_on() -> None:
     whole = replace(STATIC, cpu_manager_options={"full-pcpus-only": "true"})
-    eight = {"cpu": 8, "memory": "1Gi"}
+    eight: Request = {"cpu": 8, "memory": "1Gi"}
     assert isinstance(admit(state(whole), spec(eight)), Admitted)
     refused = rejected(admit(state(whole), spec(eight, init=[eight])))
     assert refused.reason == "SMTAlignmentError"
