@@ -387,5 +387,6 @@ class Process:
 
 def answers(lines: IO[str]) -> Iterator[tuple[int, Json]]:
     for text in lines:
-        line = json.loads(text)
-        yield line["id"], line
+        if text.endswith("\n"):  # it may be killed while it writes
+            line = json.loads(text)
+            yield line["id"], line
