@@ -403,7 +403,8 @@ class Agent:
         observation = self._observe(now)
         if observation is None:
             return
-        if observation == self.observation and not self._sink_is_due:
+        others_due = self._other_failed is not None and now >= self._others_at
+        if observation == self.observation and not self._sink_is_due and not others_due:
             self._pacer_looked(now, wrote=False)
             self._unanswered = {}
             self.observed_at = now
@@ -551,7 +552,7 @@ class Agent:
         self._reread_failed = self._reread_failed and not wrote
         if self._other_failed is None and not self._reread_failed:
             self.problems.end("API server")
-        self._sink_is_due = self._other_failed is not None
+        self._sink_is_due = False
         self._unanswered = {}
         self._count(outcomes)
         end = self.clock()

@@ -241,6 +241,11 @@ def test_what_schedulers_read_waits_for_no_definition_of_another_kind(
         node.publisher.cordoned()
         node.until(lambda: "withheld" in str(node.topology()["zones"]))
         assert node.writes() == before + 1
+        composed = node.agent.counts.outcomes["NodeResourceTopology", "unchanged"]
+        for _ in range(10):  # of which at most a few are as late as the next try
+            node.look()
+        now = node.agent.counts.outcomes["NodeResourceTopology", "unchanged"]
+        assert now <= composed + 3
     finally:
         apiserver.apply_files(CRDS / "gpufabric" / "crd.yaml")
     node.until(lambda: not node.agent.not_ready())

@@ -267,6 +267,23 @@ def unanswered() -> dict[str, Any]:
     raise Unanswered("/configz", "Forbidden")
 
 
+def test_a_kubelet_that_has_answered_is_asked_again_though_the_usual_file_is_there(
+    tmp_path: Path,
+) -> None:
+    """Its flags may say otherwise than the file, and at its start it takes a moment to answer."""
+    write(tmp_path / "config.yaml", "topologyManagerPolicy: best-effort\n")
+    answers = iter([restricted, unanswered, restricted])
+
+    def asked() -> dict[str, Any]:
+        return next(answers)()
+
+    found = configuration(tmp_path, configz=asked)
+    assert policy_word(found) == "restricted"
+    with pytest.raises(Unanswered):
+        found.read()
+    assert policy_word(found) == "restricted"
+
+
 def test_a_named_file_comes_before_the_kubelets_answer_and_that_before_the_usual_file(
     tmp_path: Path,
 ) -> None:

@@ -38,11 +38,13 @@ class Configuration:
     ) -> None:
         """`file` and `drop_ins` are the operator's word. `command` looks for the kubelet's process,
         which takes the host's process namespace. `configz` asks the kubelet and may raise
-        Unanswered; then `default` is read, which is in the kubelet's root directory."""
+        Unanswered; then `default` is read, which is in the kubelet's root directory, unless the
+        kubelet has answered before: one that is just starting is no other kind of kubelet."""
         self.changed: float | None = None
         """When the content of the files last read was changed, seconds since the epoch; None: the
         running kubelet itself has answered."""
         self._other_root: Path | None = None  # that was said
+        self._has_answered = False
         self._file = file
         self._drop_ins = drop_ins
         self._default = default
@@ -58,7 +60,7 @@ class Configuration:
         try:
             return self._from_kubelet()
         except Unanswered:
-            if not self._default.exists():
+            if self._has_answered or not self._default.exists():
                 raise
         return self._from_files(self._default, None)
 
@@ -66,6 +68,7 @@ class Configuration:
         if self._configz is None:
             return self._from_files(self._default, None) if self._default.exists() else None
         policy = parse_policy(self._configz())
+        self._has_answered = True
         self.changed = None
         return policy
 
