@@ -96,15 +96,22 @@ class DevicePlugin:
     tables of the one before until the new ones are ready. Nothing is registered before the first.
     """
 
-    def __init__(self, options: Options, *, on_allocate: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        options: Options,
+        *,
+        on_allocate: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`on_allocate` is called in each Allocate before its answer is sent; it must not wait."""
         self.options = options
         self.resources: Mapping[str, Resource] = {}
         self.registrations: Mapping[str, Registration] = {}
-        self.decisions = Decisions()
-        self.held = Held()
+        self.decisions = Decisions(clock=clock)
+        self.held = Held(clock=clock)
         self.double_uses = 0  # devices that a list showed with several pods
         self._on_allocate = on_allocate or (lambda: None)
+        self._clock = clock
         self._lock = threading.RLock()  # of everything that update() makes
         self._machine: Machine | None = None
         self._faults: Faults = {}
@@ -401,7 +408,7 @@ class DevicePlugin:
         listed = {name: resource.tables.devices for name, resource in self.resources.items()}
         self._wanted = pairs(wanted)
         self._used = self._held_of_ours()
-        now = time.monotonic()
+        now = self._clock()
         in_use = self._in_use()
         before = offers({name: found.values() for name, found in listed.items()})
         who = owners(known.gpu for known in self._known.values())
@@ -457,7 +464,7 @@ class DevicePlugin:
             return False
         try:
             if not self._usage_seen:
-                asked = time.monotonic()
+                asked = self._clock()
                 self.observe(read_usage(self._kubelet.channel, BEFORE_S), asked=asked)
             found = read_allocatable(self._kubelet.channel, BEFORE_S)
         except KubeletError:
@@ -581,24 +588,24 @@ class DevicePlugin:
             files = watch([self.options.plugin_dir / CHECKPOINT], self._ask_usage)
         while not self._stopping.is_set():
             try:
-                self._look(kubelet)
+                self.look(kubelet)
             except Exception:
                 log.exception("the plugin's own look failed; the next is in %g s", CHECK_WELL_S)
-                self._usage_at = self._check_at = time.monotonic() + CHECK_WELL_S
+                self._usage_at = self._check_at = self._clock() + CHECK_WELL_S
             next_at = self._check_at if kubelet is None else min(self._check_at, self._usage_at)
             log_s = self.decisions.next_log_s(wait_s=self._join_s)
             if log_s is not None:
-                next_at = min(next_at, time.monotonic() + log_s)
-            self._wake.wait(max(next_at - time.monotonic(), 0))
+                next_at = min(next_at, self._clock() + log_s)
+            self._wake.wait(max(next_at - self._clock(), 0))
             self._wake.clear()
             self._stopping.wait(USAGE_PAUSE_S)
         self._log_decisions(wait_s=0)
         if files is not None:
             files.close()
 
-    def _look(self, kubelet: PodResources | None) -> None:
+    def look(self, kubelet: PodResources | None) -> None:
         """Whatever is due: ask what is in use, log, see whether the kubelet has our devices."""
-        now = time.monotonic()
+        now = self._clock()
         if kubelet is not None and (self._usage_due.is_set() or now >= self._usage_at):
             self._usage_due.clear()
             self._read_usage(kubelet)
@@ -622,8 +629,8 @@ class DevicePlugin:
 
     @property
     def _waits_for_list(self) -> bool:
-        """Whether a pod is being admitted, or holds what keeps the lists from being what they should
-        be: a list shows the one and the other's end better than any event."""
+        """Whether a pod is being admitted, or holds what is in the way of what should be listed: a
+        list shows the one and the other's end better than any event."""
         return bool(self.held.nics.own or self.decisions.waiting or self._in_the_way)
 
     def _ask_usage(self, _: Path | None = None) -> None:
@@ -636,12 +643,12 @@ class DevicePlugin:
         self._wake.set()
 
     def _check_soon(self) -> None:
-        self._check_at = min(self._check_at, time.monotonic() + SENT_S)
+        self._check_at = min(self._check_at, self._clock() + SENT_S)
         self._wake.set()
 
     def _let_go(self, kubelet: PodResources | None) -> None:
         """What has left a list is over once the kubelet neither offers it nor has given it away."""
-        asked = time.monotonic()
+        asked = self._clock()
         offered = self._allocatable(kubelet)
         nobody_says = kubelet is None or offered is None
         over = {
@@ -665,7 +672,7 @@ class DevicePlugin:
             log.info("%s", decision)
 
     def _read_usage(self, kubelet: PodResources) -> None:
-        asked = time.monotonic()
+        asked = self._clock()
         usage = kubelet.usage()
         if usage is not None:
             self.observe(usage, asked=asked)
@@ -686,7 +693,7 @@ class DevicePlugin:
         if len(registrations) < len(self.registrations):
             return False
         seen = self._allocatable(kubelet)
-        now = time.monotonic()
+        now = self._clock()
         # The first seconds tell whether a registration took.
         well = all(
             now - (r.registered_at or now) > self.options.lost_after_s
