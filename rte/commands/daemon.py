@@ -310,8 +310,9 @@ class Daemon:
             log.info("the configuration is in order again")
         elif refused != self.refused:
             log.error(
-                "the changed configuration is not taken over: %s (cordons in force: %d)",
+                "the changed configuration is not taken over: %s; %s (cordons in force: %d)",
                 refused,
+                do("configuration"),
                 len(self.cordons.now),
             )
         self.refused = refused
