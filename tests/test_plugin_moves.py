@@ -8,6 +8,7 @@ managers, and so some hundred times slower, is tests/test_plugin_random.py.
 import heapq
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 
 from plugin.allocation import CannotAllocate
 from plugin.devices import Advertising, MigStrategy
-from plugin.life import CHECKPOINT, DevicePlugin, Options
+from plugin.life import CHECKPOINT, HEARS_WITHIN_S, DevicePlugin, Options
 from plugin.pod_resources import PodResources
 from rte.graph.build import Graph, build
 from rte.model import (
@@ -41,7 +42,7 @@ QUAD = machine((0, 0, 1, 1), pairs=[(0, 1), (2, 3)])
 ALL = frozenset(range(4))
 PROFILES = {"3g.40gb": 2, "1g.10gb": 4}
 GROUPS = {address(n): f"ring-{n // 2}" for n in range(4)}
-SETTLES_S = 16.0  # an answer of which no list ever tells counts for 10 s
+SETTLES_S = 18.0  # what a kubelet that starts is yet to hear of counts for 15 s
 TICK_S = 0.05
 STEPS, SEEDS = 250, 4
 LONG_SEEDS = 200
@@ -74,6 +75,9 @@ class Kubelet(PodResources):
         self.up = True
         self.socket.unlink(missing_ok=True)
         self.socket.touch()
+
+    def has_run_for_long(self) -> None:
+        os.utime(self.socket, (0, 0))
 
     def held(self) -> set[Pair]:
         return {pair for pairs in (self.pods | self.admitting).values() for pair in pairs}
@@ -139,6 +143,7 @@ class World:
         self.told: list[Any] = []
         self.is_told = self.dice.random() < 0.5
         self.kubelet = Kubelet(folder)
+        self.starts = 0  # the number of the kubelet's last start
         self.is_busy = False  # a kubelet admits one pod at a time
         self.lists: dict[str, Any] = {}  # those that are on their way or have come
         self.served: set[str] = set()
@@ -337,6 +342,11 @@ class World:
         self.kubelet.start()
         self.kubelet.heard_of = set()
         self.later(self.dice.choice((0.1, 1, 5)), self.hears_of_a_pod)
+        starts = self.starts = next(self.numbers)
+        self.later(
+            HEARS_WITHIN_S,
+            lambda: self.kubelet.has_run_for_long() if self.starts == starts else None,
+        )
 
     def hears_of_a_pod(self) -> None:
         if unheard := sorted(self.kubelet.pods.keys() - self.kubelet.heard_of):
