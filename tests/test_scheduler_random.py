@@ -64,8 +64,9 @@ class Judged(World):
         self.node.asks_api = True
 
     def a_machine(self) -> list[Json]:
-        """The small ones in one socket, for their NUMA nodes differ in size: of unlike sockets the kubelet takes
-        one for free that has as many CPUs left as the average, and hands out what others hold."""
+        """The small ones in one socket, for their NUMA nodes differ in size: of unlike sockets the
+        kubelet takes one for free that has as many CPUs left as the average, and hands out what
+        others hold."""
         self.small = chance.a_machine(self.chance) if self.chance.random() < 0.5 else None
         if self.small is None:
             return super().a_machine()
