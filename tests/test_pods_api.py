@@ -9,11 +9,13 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -709,6 +711,21 @@ def test_a_list_without_what_ran_is_asked_again_until_it_is_there(
         kubelet.pods = [serialized("a")]
         kubelet.ends.set()
         ours.until_phases(a="Running")
+        ours.follower.stop()
+
+
+def test_a_kubelet_that_has_been_there_for_long_is_believed_at_once(
+    follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that it has no pod at all, which nothing else tells from one that has just started."""
+    later = SimpleNamespace(
+        monotonic=time.monotonic, time=lambda: time.time() + 2 * pods.COME_BACK_S
+    )
+    monkeypatch.setattr(pods, "COME_BACK_LOOK_S", 600.0)
+    monkeypatch.setattr(pods, "time", later)
+    with served(Bad()) as path:
+        ours = follow(path)
+        ours.until_phases()
         ours.follower.stop()
 
 

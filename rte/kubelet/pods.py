@@ -145,9 +145,9 @@ class PodsApi(Follower):
     def _ask_again_and_again(self, kubelet: rpc.PodsStub, told: Told, served: Signature) -> None:
         """`served` is the socket of the kubelet that is watched."""
         began = last_end = time.monotonic()
-        # It answers when it has heard of all, or has heard of them before: it ends the watch of who
-        # is too slow for it, a drained node's say.
-        settled = served in (self._awaited, self._heard)
+        # It answers when it has heard of all, or has been there for long, or was believed before:
+        # it ends the watch of who is too slow for it, a drained node's say.
+        settled = served in (self._awaited, self._heard) or age_s(served) >= COME_BACK_S
         while not self._stopped.is_set():
             asked_at = time.monotonic()
             with self._condition:
@@ -237,6 +237,12 @@ def all_back(facts: Mapping[PodName, PodFacts], known: Mapping[PodName, PodFacts
     """Whether a kubelet's first list can be all: it has the pods that ran before, and ours."""
     live = {pod.uid for pod in known.values() if pod.phase not in ENDED}
     return bool(facts) and live <= {pod.uid for pod in facts.values()}
+
+
+def age_s(served: Signature) -> float:
+    """How long ago a socket was made, by the clock of this node."""
+    *_, changed_ns = served
+    return time.time() - changed_ns / 1e9
 
 
 def ended_uids(facts: Mapping[PodName, PodFacts]) -> set[str]:
