@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import grpc
 
 from rte.asked import AskedNode, KubeletPolicy
-from rte.backoff import doubled_s, ordered_s
+from rte.backoff import Retry, ordered_s
 from rte.kubelet.ended import ENDED, with_ended
 from rte.kubelet.plausible import Doubt, Look, doubt
 from rte.kubelet.state import (
@@ -204,12 +204,13 @@ class Agent:
         self.published_at: float | None = None
         """When the sink last had what schedulers read of what was observed."""
         self.clock = clock
-        self.stale_after_s = max(60.0, 3 * (pace or Pace()).poll_s)
-        self._stale_s = (pace or Pace()).stale_s
+        pace = pace or Pace()
+        self.stale_after_s = max(60.0, 3 * pace.poll_s)
+        self._stale_s = pace.stale_s
         self._hardware = hardware
         self._sources = sources
         self._compose = compose
-        self._pacer = Pacer(pace or Pace(), clock(), chance=random.random())
+        self._pacer = Pacer(pace, clock(), chance=random.random())
         self._condition = threading.Condition()
         self._reasons: Reasons = {Reason.START: clock()}
         self._stopped = False
@@ -231,9 +232,8 @@ class Agent:
         self._topology: Body | None = None  # as last published
         self._sink_is_due = True
         self._reread_failed = False
-        self._other_failed: ApiError | None = None  # of what schedulers do not read
-        self._other_failures = 0  # in a row
-        self._others_at = 0.0  # when they are tried again
+        # What schedulers do not read is tried again by itself.
+        self._others = Retry(first_s=pace.retry_first_s, longest_s=OTHERS_LONGEST_S)
         self._held: frozenset[str] = frozenset()  # kinds
         self._is_failing = False  # something, since the last good look
         self._busy_since: float | None = None
@@ -403,7 +403,7 @@ class Agent:
         observation = self._observe(now)
         if observation is None:
             return
-        others_due = self._other_failed is not None and now >= self._others_at
+        others_due = self._others.at is not None and self._others.is_due(now)
         if observation == self.observation and not self._sink_is_due and not others_due:
             self._pacer_looked(now, wrote=False)
             self._unanswered = {}
@@ -517,20 +517,22 @@ class Agent:
         self.problems.report(
             "hardware", "no good reading yet; nothing is published before it", after_s=UNREAD_S
         )
-        self._pacer_looked(now, wrote=False)
-        if (left_s := self._started_at + UNREAD_S - now) > 0:
-            with self._condition:
-                self._pacer.again(now, left_s)
+        self._look_again(now, self._started_at + UNREAD_S)
 
     def _awaits_pods(self, now: float) -> bool:
         """Whether they may be told in a moment, which is a reason to look."""
-        left_s = self._started_at + UNTOLD_S - now
-        if left_s <= 0 or not self._sources.pods_awaited():
+        until = self._started_at + UNTOLD_S
+        if now >= until or not self._sources.pods_awaited():
             return False
-        self._pacer_looked(now, wrote=False)
-        with self._condition:
-            self._pacer.again(now, left_s)
+        self._look_again(now, until)
         return True
+
+    def _look_again(self, now: float, at: float) -> None:
+        """After a look that published nothing; not if that time is over."""
+        self._pacer_looked(now, wrote=False)
+        if now < at:
+            with self._condition:
+                self._pacer.again(now, at - now)
 
     def _glance(self, now: float) -> None:
         """Whether the kubelet's offer is as long as it was: the end of a device plugin's stream is
@@ -550,7 +552,7 @@ class Agent:
         outcomes = [outcome, *self._publish_others(bodies, now)]
         wrote = any(outcome.wrote.is_write for outcome in outcomes)
         self._reread_failed = self._reread_failed and not wrote
-        if self._other_failed is None and not self._reread_failed:
+        if self._others.at is None and not self._reread_failed:
             self.problems.end("API server")
         self._sink_is_due = False
         self._unanswered = {}
@@ -559,7 +561,7 @@ class Agent:
         self._note_held(outcomes)
         if not self._is_held:
             self.published_at = end
-        if not self._held and self._other_failed is None:
+        if not self._held and self._others.at is None:
             self.on_published()
         if wrote:
             took_s = end - min(reasons.values())
@@ -576,7 +578,7 @@ class Agent:
         """All but what schedulers read, which waits for none of them: where one cannot be composed
         or written, such as without its custom resource definition, they are tried again by
         themselves."""
-        if now < self._others_at:
+        if not self._others.is_due(now):
             return []
         outcomes: list[Outcome] = []
         errors: list[ApiError] = []
@@ -591,17 +593,10 @@ class Agent:
         for failed in errors:
             self.counts.failures["API server", failed.reason] += 1
             self.problems.report("API server", refused(failed))
-        self._other_failed = errors[-1] if errors else None
-        if self._other_failed is None:
-            self._other_failures = 0
-            return outcomes
-        chance = random.random()
-        first_s = self._pacer.pace.retry_first_s
-        wait_s = doubled_s(first_s, OTHERS_LONGEST_S, self._other_failures, chance=chance)
-        self._other_failures += 1
-        self._others_at = now + max(
-            wait_s, ordered_s(self._other_failed.retry_after_s, chance=chance)
-        )
+        if errors:
+            self._others.failed(now, after_s=errors[-1].retry_after_s)
+        else:
+            self._others.end()
         return outcomes
 
     @property
@@ -639,11 +634,9 @@ class Agent:
         self._is_failing = False
         with self._condition:
             self._pacer.looked(now, wrote=wrote, wakes=wakes)
-            for at in (self._policy.again_at, self._own_node.again_at):
+            for at in (self._policy.again_at, self._own_node.again_at, self._others.at):
                 if at is not None:
                     self._pacer.again(now, max(at - now, 0))
-            if self._other_failed is not None:
-                self._pacer.again(now, max(self._others_at - now, 0))
 
     def _report_others(self, now: float, outcomes: Iterable[Outcome]) -> None:
         problems = self.sink.problems(now)
@@ -673,7 +666,7 @@ class Agent:
             self._reread_later(error)
             return
         self._reread_failed = False
-        if self._other_failed is None:
+        if self._others.at is None:
             self.problems.end("API server")
         self._note_held(outcomes)
         self._count(outcomes)

@@ -3,11 +3,10 @@ configuration and the own Node. What cannot be had is asked for again, later and
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
-from rte.backoff import doubled_s
+from rte.backoff import Retry
 from rte.kubelet.policy import InForce, PolicyError, says
 from rte.kubelet.usage import KubeletError
 from rte.kubelet.watch import Signature, signature
@@ -20,26 +19,6 @@ POLICY_LONGEST_S = 60.0
 """Where nothing tells of the configuration each try may be three requests and seconds of waiting,
 for which a look waits."""
 NODE_LONGEST_S = 600.0
-
-
-class Retry:
-    """When to ask again for what could not be had. Times are those that it is told."""
-
-    def __init__(self, longest_s: float) -> None:
-        self.at: float | None = None  # None: at once
-        self._longest_s = longest_s
-        self._failures = 0
-
-    def is_over(self, now: float) -> bool:
-        return self.at is None or now >= self.at
-
-    def failed(self, now: float) -> None:
-        chance = random.random()
-        self.at = now + doubled_s(FIRST_S, self._longest_s, self._failures, chance=chance)
-        self._failures += 1
-
-    def end(self) -> None:
-        self.at, self._failures = None, 0
 
 
 class KubeletPolicy:
@@ -65,7 +44,7 @@ class KubeletPolicy:
         self._socket = socket
         self._problems = problems
         self._is_due = True
-        self._retry = Retry(POLICY_LONGEST_S)
+        self._retry = Retry(first_s=FIRST_S, longest_s=POLICY_LONGEST_S)
         self._in_force = InForce()
         self._meanwhile: Policy | None = None  # while none is in force
 
@@ -87,7 +66,7 @@ class KubeletPolicy:
 
     def read(self, now: float) -> Policy | None:
         """The policy in force, None while it is not known; asks only while it is due."""
-        if self._is_due and self._retry.is_over(now):
+        if self._is_due and self._retry.is_due(now):
             problem = self._ask()
             if problem is None:
                 self._is_due = False
@@ -131,7 +110,7 @@ class KubeletPolicy:
         """When the files changed after the kubelet's start, which made its socket: what it read is
         then not known but from what was published."""
         changed = self._changed()
-        if kubelet is None or changed is None or changed <= kubelet[3] / 1e9:
+        if kubelet is None or changed is None or changed <= kubelet.changed_ns / 1e9:
             return None
         return rfc3339(changed)
 
@@ -155,7 +134,7 @@ class AskedNode:
         self._socket = socket
         self._problems = problems
         self._is_due = True
-        self._retry = Retry(NODE_LONGEST_S)
+        self._retry = Retry(first_s=FIRST_S, longest_s=NODE_LONGEST_S)
         self._last: OwnNode | None = None
 
     def ask(self) -> None:
@@ -170,7 +149,7 @@ class AskedNode:
 
     def read(self, now: float) -> OwnNode | None:
         """As last read, None before it could be; asks only while it is due."""
-        if self._is_due and self._retry.is_over(now):
+        if self._is_due and self._retry.is_due(now):
             try:
                 self._last = self._read()
             except ApiError as error:
@@ -191,4 +170,4 @@ class AskedNode:
         kubelet = signature(self._socket)
         if self._last is None or self._last.told is None or kubelet is None:
             return False
-        return self._last.told < kubelet[3] // 10**9
+        return self._last.told < kubelet.changed_ns // 10**9
