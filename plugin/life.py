@@ -27,7 +27,14 @@ from plugin.service import Resource, Tables
 from plugin.specs import Specs, Wanted, check_start
 from rte.graph.build import Graph, build
 from rte.graph.parts import Sharing
-from rte.kubelet.usage import KubeletError, claimed, read_allocatable, read_usage, target
+from rte.kubelet.usage import (
+    COME_BACK_S,
+    KubeletError,
+    claimed,
+    read_allocatable,
+    read_usage,
+    target,
+)
 from rte.kubelet.watch import FileWatch, watch
 from rte.model import DeviceId, Faults, Machine, PciAddress, PodName, Usage
 
@@ -42,8 +49,6 @@ TOLD_POLLS = 1.5  # of these times, before PodResources is asked though somebody
 ADMITTED_WITHIN_S = 5.0
 # PodResources has 100 calls a second for all clients; changes that come together are one call.
 USAGE_PAUSE_S = 0.05
-# A kubelet that starts lists a pod when it has heard of it, and the API server may be slow.
-HEARS_WITHIN_S = 15.0
 # How long a list may be on its way to the kubelet, and when nobody can be asked has been read.
 SENT_S, READ_S = 0.1, 1.0
 BEFORE_S = 1.0  # of each question to PodResources that a Register waits for
@@ -285,7 +290,7 @@ class DevicePlugin:
         if socket != self._shown_by:
             self._shown, self._shown_by = set(), socket
         self._shown.update(listed)
-        if socket is None or not 0 <= time.time() - socket[2] / 1e9 < HEARS_WITHIN_S:
+        if socket is None or not 0 <= time.time() - socket[2] / 1e9 < COME_BACK_S:
             return frozenset()
         return self._handed_out() - self._shown
 
@@ -341,7 +346,8 @@ class DevicePlugin:
             return False
         here = {gpu.pci for gpu in self._machine.gpus if gpu.uuid or gpu.lost}
         gone = [known for known in self._known.values() if known.gpu.pci not in here]
-        return bool(gone) and any(not k.ids & held_devices(self._held_ids()) for k in gone)
+        held = held_devices(self._held_ids()) if gone else frozenset()
+        return any(not known.ids & held for known in gone)
 
     def _held_ids(self) -> frozenset[DeviceId]:
         return self.held.ids().union(pair.id for pair in self._holders)

@@ -19,9 +19,10 @@ import pytest
 
 from plugin.allocation import CannotAllocate
 from plugin.devices import Advertising, MigStrategy
-from plugin.life import CHECKPOINT, HEARS_WITHIN_S, DevicePlugin, Options
+from plugin.life import CHECKPOINT, DevicePlugin, Options
 from plugin.pod_resources import PodResources
 from rte.graph.build import Graph, build
+from rte.kubelet.usage import COME_BACK_S
 from rte.model import (
     Allocatable,
     ContainerUse,
@@ -344,7 +345,7 @@ class World:
         self.later(self.dice.choice((0.1, 1, 5)), self.hears_of_a_pod)
         starts = self.starts = next(self.numbers)
         self.later(
-            HEARS_WITHIN_S,
+            COME_BACK_S,
             lambda: self.kubelet.has_run_for_long() if self.starts == starts else None,
         )
 

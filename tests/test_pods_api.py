@@ -28,7 +28,7 @@ from rte.kubelet.api import pods_pb2 as api
 from rte.kubelet.api import pods_pb2_grpc as rpc
 from rte.kubelet.following import NodePods, Source
 from rte.kubelet.pods import ABSENT, RETRY_NOT_SERVED_S, PodsApi, parse_pods, retry_s
-from rte.kubelet.usage import KubeletError
+from rte.kubelet.usage import COME_BACK_S, KubeletError
 from rte.model import PodFacts, PodName
 from rte.publish.access import Access
 from rte.publish.apply import ApiServer
@@ -718,9 +718,7 @@ def test_a_kubelet_that_has_been_there_for_long_is_believed_at_once(
     follow: Follow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also that it has no pod at all, which nothing else tells from one that has just started."""
-    later = SimpleNamespace(
-        monotonic=time.monotonic, time=lambda: time.time() + 2 * pods.COME_BACK_S
-    )
+    later = SimpleNamespace(monotonic=time.monotonic, time=lambda: time.time() + 2 * COME_BACK_S)
     monkeypatch.setattr(pods, "COME_BACK_LOOK_S", 600.0)
     monkeypatch.setattr(pods, "time", later)
     with served(Bad()) as path:

@@ -26,7 +26,7 @@ from rte.kubelet.api import pod_pb2 as core
 from rte.kubelet.api import pods_pb2 as api
 from rte.kubelet.api import pods_pb2_grpc as rpc
 from rte.kubelet.ended import ENDED
-from rte.kubelet.usage import KubeletError, ask, channel
+from rte.kubelet.usage import COME_BACK_S, KubeletError, ask, channel
 from rte.kubelet.watch import Signature, signature, watch
 from rte.model import PodFacts, PodName
 
@@ -40,9 +40,6 @@ LOOK_FIRST_S, LOOK_LAST_S = 0.1, 10.0
 for that soon, then after as long as the last of them has ended, up to the last."""
 BETWEEN_S = 0.05
 """Between two lists: a pod that starts is told of five times."""
-COME_BACK_S = 15.0
-"""So long after its start a kubelet's list may lack pods that it has not heard of yet: up to 1.36
-it answers all the same, and later ones say that they are initializing."""
 COME_BACK_LOOK_S = 1.0
 ONE_THREAD = ("SingleThreadedUnaryStream", 1)
 """Of gRPC's: a watch that says nothing otherwise wakes two threads, for 4 s of CPU an hour."""
@@ -241,8 +238,7 @@ def all_back(facts: Mapping[PodName, PodFacts], known: Mapping[PodName, PodFacts
 
 def age_s(served: Signature) -> float:
     """How long ago a socket was made, by the clock of this node."""
-    *_, changed_ns = served
-    return time.time() - changed_ns / 1e9
+    return time.time() - served.changed_ns / 1e9
 
 
 def ended_uids(facts: Mapping[PodName, PodFacts]) -> set[str]:

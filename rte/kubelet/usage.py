@@ -44,6 +44,10 @@ UNCONNECTED = re.compile(r"connect failed: addr: unix:(\S+) error: (.+)")
 # The kubelet allows all clients together 100 calls a second, 10 at once, and refuses the others.
 FIRST_PAUSE_S = 0.02
 LONGEST_PAUSE_S = 0.5
+COME_BACK_S = 15.0
+"""So long after its start a kubelet may list no pods that it has not heard of yet, in PodResources
+and in the pods API: there it answers all the same up to 1.36, and later says that it is
+initializing. The API server may be slow."""
 
 # What is asked, as KubeletError names it.
 LIST = "PodResources List"

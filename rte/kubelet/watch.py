@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from inotify_simple import INotify, flags
 
@@ -35,8 +35,15 @@ _CHANGES = (
 _DIRECTORY_GONE = flags.DELETE_SELF | flags.MOVE_SELF | flags.UNMOUNT | flags.IGNORED
 _MASK = int(_CHANGES | flags.DELETE_SELF | flags.MOVE_SELF | flags.ONLYDIR)
 
-Signature = tuple[int, int, int, int]
-"""Device, inode, size, time of change: what tells one state of a path from another."""
+
+class Signature(NamedTuple):
+    """What tells one state of a path from another."""
+
+    device: int
+    inode: int
+    size: int
+    changed_ns: int  # since the epoch, by the clock of this node; of a socket, when it was made
+
 
 Sockets = frozenset[tuple[str, int, int]]
 """Name, inode and time of change of each socket in a folder."""
@@ -363,7 +370,7 @@ def signature(path: Path) -> Signature | None:
     except OSError:
         return None
     # An inode is soon used again, for the next kubelet's socket say, so its time of change counts.
-    return found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns
+    return Signature(found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns)
 
 
 def sockets(folder: Path) -> Sockets | None:
