@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -28,20 +27,16 @@ from rte.model import (
     ContainerUse,
     DeviceId,
     DeviceUse,
-    Fault,
-    FaultClass,
-    Gpu,
     Machine,
     PodName,
     PodUse,
     Usage,
 )
-from tests.small_machine import address, machine, slices, uuid
+from tests.small_machine import address, machine, uuid
+from tests.troubles import Troubles
 
 GPU = "nvidia.com/gpu"
 QUAD = machine((0, 0, 1, 1), pairs=[(0, 1), (2, 3)])
-ALL = frozenset(range(4))
-PROFILES = {"3g.40gb": 2, "1g.10gb": 4}
 GROUPS = {address(n): f"ring-{n // 2}" for n in range(4)}
 SETTLES_S = 18.0  # what a kubelet that starts is yet to hear of counts for 15 s
 TICK_S = 0.05
@@ -124,22 +119,15 @@ def whole(id: str) -> str:
     return id.partition("::")[0]
 
 
-class World:
+class World(Troubles):
     """A machine, a kubelet and one plugin after the other, that a seed throws about."""
 
     def __init__(self, folder: Path, seed: int) -> None:
+        super().__init__(QUAD, Random(seed))
         self.folder, self.seed = folder, seed
-        self.dice = Random(seed)
         self.now = 1000.0
         self.coming: list[Later] = []
         self.numbers = itertools.count()
-        self.plugged, self.lost, self.sick, self.cordoned = (
-            set(ALL),
-            set[int](),
-            set[int](),
-            set[int](),
-        )
-        self.cut: dict[int, str] = {}
         self.made: set[frozenset[tuple[str, Pair]]] = set()  # overlaps by the hardware's change
         self.told: list[Any] = []
         self.is_told = self.dice.random() < 0.5
@@ -159,7 +147,7 @@ class World:
         self.lists, self.served = {}, set()
         for ids in self.kubelet.offered.values():  # their streams have ended
             ids.update(dict.fromkeys(ids, False))
-        self.cordon_now()
+        self.plugin.withhold(self.withheld())
         self.look()
 
     def options(self) -> Options:
@@ -177,28 +165,9 @@ class World:
         by_name: tuple[dict[str, Any], ...] = ({}, {}, {"fabric": GROUPS}, shared)
         return Advertising(mig=mig, **self.dice.choice(by_name))
 
-    def gpu(self, gpu: Gpu) -> Gpu:
-        if gpu.number in self.lost:
-            return replace(gpu, uuid=None, index=None, lost="GPU is lost")
-        if (profile := self.cut.get(gpu.number)) is not None:
-            made = slices(gpu.number, *[profile] * PROFILES[profile])
-            return replace(gpu, mig_enabled=True, slices=made)
-        return gpu
-
-    def machine(self) -> Machine:
-        return replace(
-            QUAD,
-            pci=tuple(f for n, f in enumerate(QUAD.pci) if n in self.plugged),
-            gpus=tuple(self.gpu(g) for g in QUAD.gpus if g.number in self.plugged),
-        )
-
     def look(self) -> None:
-        ill = (Fault(severity=FaultClass.WITHHOLD, reason="xid-79"),)
         found = self.machine()
-        self.plugin.update(found, {address(n): ill for n in self.sick}, graph=graph(found))
-
-    def cordon_now(self) -> None:
-        self.plugin.withhold({address(n): "test" for n in self.cordoned})
+        self.plugin.update(found, self.faults(), graph=graph(found))
 
     # The kubelet
 
@@ -292,34 +261,9 @@ class World:
             del self.kubelet.pods[name]
             self.kubelet.heard_of.discard(name)
 
-    def change(self, ill: set[int]) -> set[int]:
-        if ill and self.dice.random() < 0.65:
-            return ill - {self.dice.choice(sorted(ill))}
-        return ill | {self.dice.randrange(4)}
-
-    def fault(self) -> None:
-        self.sick = self.change(self.sick)
-        self.look()
-
-    def lose(self) -> None:
-        self.lost = self.change(self.lost)
-        self.look()
-
-    def plug(self) -> None:
-        self.plugged = set(ALL - self.change(set(ALL - self.plugged)))
-        self.look()
-
-    def cordon(self) -> None:
-        self.cordoned = self.change(self.cordoned)
-        self.cordon_now()
-
     def reshape(self) -> None:
-        if self.cut and self.dice.random() < 0.5:
-            del self.cut[self.dice.choice(sorted(self.cut))]
-        else:
-            self.cut[self.dice.randrange(4)] = self.dice.choice(sorted(PROFILES))
+        super().reshape()
         self.made |= self.overlaps()
-        self.look()
 
     def reconfigure(self) -> None:
         before, self.advertising = self.advertising, self.any_advertising()
@@ -398,13 +342,6 @@ class World:
             self.no_device_has_two_pods()
 
     # What must hold
-
-    def parent(self) -> dict[str, str]:
-        return {
-            str(part.id): uuid(n)
-            for n, profile in self.cut.items()
-            for part in slices(n, *[profile] * PROFILES[profile])
-        }
 
     def overlaps(self) -> set[frozenset[tuple[str, Pair]]]:
         """Pods that have one device, or a GPU and a slice that is there of it."""
@@ -514,8 +451,7 @@ class World:
     def story(self, problem: object) -> str:
         return (
             f"{problem}\nseed {self.seed}, told: {self.is_told}, the last of {len(self.told)}: "
-            f"{self.told[-12:]}\nplugged {self.plugged} lost {self.lost} sick {self.sick} "
-            f"cordoned {self.cordoned} cut {self.cut} {self.advertising}\nheld {self.kubelet.pods}"
+            f"{self.told[-12:]}\n{self} {self.advertising}\nheld {self.kubelet.pods}"
         )
 
 

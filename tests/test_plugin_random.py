@@ -7,7 +7,6 @@ kubelet decides the same.
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from random import Random
 from typing import Any, TypeVar
 
@@ -17,44 +16,33 @@ from plugin.devices import Advertising, MigStrategy
 from plugin.life import DevicePlugin, Options
 from rte.kubelet.usage import KubeletError, channel, read_allocatable, read_usage
 from rte.model import (
-    DeviceId,
-    Fault,
-    FaultClass,
-    Gpu,
-    Machine,
-    MigSlice,
     PodName,
 )
 from tests.conftest import GoProgram
 from tests.real_kubelet import Kubelet, pod
 from tests.small_machine import address, machine, uuid
 from tests.stopwatch import Stopwatch
+from tests.troubles import PROFILES, Troubles, parts
 
 Answer = TypeVar("Answer")
 
 GPU = "nvidia.com/gpu"
 SINGLE = {"topologyManagerPolicy": "single-numa-node"}
 EIGHT = machine((0, 0, 0, 0, 1, 1, 1, 1), pairs=[(0, 2), (1, 3), (4, 6), (5, 7)])
-SIZES = {"3g.40gb": 2, "1g.10gb": 4}
 GROUPS = {address(n): f"ring-{n // 4}" for n in range(8)}
 SETTLES_S = 15.0  # an Allocate of which no list ever tells counts for 10 s
 STEPS, SEEDS = 500, 1
 LONG_STEPS, LONG_SEEDS = 2000, 5
 
 
-class World:
+class World(Troubles):
     """A node whose hardware, kubelet, plugin and pods a seed throws about."""
 
     def __init__(self, program: Any, seed: int) -> None:
+        super().__init__(EIGHT, Random(seed))
         self.seed = seed
-        self.dice = Random(seed)
         self.kubelet = Kubelet(program, SINGLE, rate_limit=False)
         self.asked = channel(self.kubelet.pod_resources)
-        self.plugged = set(range(8))
-        self.lost: set[int] = set()
-        self.sick: set[int] = set()
-        self.cordoned: set[int] = set()
-        self.cut: dict[int, str] = {}  # GPU → the profile of its slices
         self.by_group = False
         self.watched = False
         self.pods: dict[str, str] = {}  # name → the resource that it asked for
@@ -69,43 +57,6 @@ class World:
         self.asked.close()
         self.kubelet.close()
 
-    # The hardware
-
-    def slices(self, number: int) -> tuple[MigSlice, ...]:
-        """UUIDs follow from GPU and instance, so other profiles bring the same ones again."""
-        profile = self.cut.get(number)
-        return tuple(
-            MigSlice(
-                id=DeviceId(f"MIG-{number:08x}-0000-4000-8000-{instance:012x}"),
-                profile=str(profile),
-                memory_bytes=10 << 30,
-                gpu_instance=instance,
-                compute_instance=0,
-            )
-            for instance in range(1, SIZES[profile] + 1 if profile else 1)
-        )
-
-    def gpu(self, gpu: Gpu) -> Gpu:
-        if gpu.number in self.lost:
-            return replace(gpu, uuid=None, index=None, lost="GPU is lost")
-        if gpu.number in self.cut:
-            return replace(gpu, mig_enabled=True, slices=self.slices(gpu.number))
-        return gpu
-
-    def machine(self) -> Machine:
-        return replace(
-            EIGHT,
-            pci=tuple(f for n, f in enumerate(EIGHT.pci) if n in self.plugged),
-            gpus=tuple(self.gpu(g) for n, g in enumerate(EIGHT.gpus) if n in self.plugged),
-        )
-
-    def look(self) -> None:
-        """The plugin sees the hardware as it is."""
-        faults = {
-            address(n): (Fault(severity=FaultClass.WITHHOLD, reason="xid-79"),) for n in self.sick
-        }
-        self.plugin.update(self.machine(), faults)
-
     # The plugin
 
     def options(self) -> Options:
@@ -118,7 +69,7 @@ class World:
 
     def started(self) -> DevicePlugin:
         self.plugin = DevicePlugin(self.options())
-        self.plugin.withhold({address(n): "test" for n in self.cordoned})
+        self.plugin.withhold(self.withheld())
         self.plugin.start()
         self.look()
         return self.plugin
@@ -149,35 +100,8 @@ class World:
             del self.pods[name]
             self.kubelet.remove(name)
 
-    def change(self, ill: set[int]) -> set[int]:
-        """One more or one less; well is what most are, most of the time."""
-        if ill and self.dice.random() < 0.65:
-            return ill - {self.dice.choice(sorted(ill))}
-        return ill | {self.dice.randrange(8)}
-
-    def fault(self) -> None:
-        self.sick = self.change(self.sick)
-        self.look()
-
-    def lose(self) -> None:
-        self.lost = self.change(self.lost)
-        self.look()
-
-    def plug(self) -> None:
-        self.plugged = set(range(8)) - self.change(set(range(8)) - self.plugged)
-        self.look()
-
-    def cordon(self) -> None:
-        self.cordoned = self.change(self.cordoned)
-        self.plugin.withhold({address(n): "test" for n in self.cordoned})
-
     def reshape(self) -> None:
-        """MIG: cut, cut otherwise, or made whole; also while pods have it."""
-        if self.cut and self.dice.random() < 0.5:
-            del self.cut[self.dice.choice(sorted(self.cut))]
-        else:
-            self.cut[self.dice.randrange(8)] = self.dice.choice(sorted(SIZES))
-        self.look()
+        super().reshape()
         self.made |= self.overlaps()
 
     def several(self) -> None:
@@ -263,16 +187,16 @@ class World:
         assert not overlaps, self.story(f"given out twice: {overlaps}")
         holders = {id for devices in self.held().values() for _, id in devices}
         assert set(holders) <= whole | {
-            s.id for n in range(8) for p in SIZES for s in World.of(n, p)
+            s.id for n in range(8) for p in PROFILES for s in parts(n, p)
         }, self.story("an id that never was")
 
     def overlaps(self) -> set[tuple[str, PodName, PodName]]:
         """A device, or a slice, and the two pods that have it, or it and its GPU."""
-        parent = {s.id: uuid(n) for n in self.cut for s in self.slices(n)}
-        holders: dict[DeviceId, set[PodName]] = {}
+        parent = self.parent()
+        holders: dict[str, set[PodName]] = {}
         for name, devices in self.held().items():
             for _, id in devices:
-                holders.setdefault(DeviceId(id), set()).add(name)
+                holders.setdefault(id, set()).add(name)
         return {
             (id, one, other)
             for id, names in holders.items()
@@ -280,12 +204,6 @@ class World:
             for other in names | holders.get(parent.get(id, id), set())
             if one != other
         }
-
-    @staticmethod
-    def of(number: int, profile: str) -> tuple[MigSlice, ...]:
-        world = World.__new__(World)
-        world.cut = {number: profile}
-        return world.slices(number)
 
     def name_of(self, number: int) -> str:
         if not self.by_group:
@@ -300,16 +218,15 @@ class World:
             if n not in self.cut:
                 wanted.add((self.name_of(n), uuid(n)))
             else:
-                wanted |= {(f"nvidia.com/mig-{self.cut[n]}", str(s.id)) for s in self.slices(n)}
-        parent = {s.id: uuid(n) for n in self.cut for s in self.slices(n)}
+                profile = self.cut[n]
+                wanted |= {(f"nvidia.com/mig-{profile}", str(s.id)) for s in parts(n, profile)}
+        parent = self.parent()
         strays = {(name, id) for name, id in here if (name, id) not in wanted}
 
         def blocked(id: str) -> bool:
             """Held under another name, or as a whole and in parts."""
             return any(
-                other == id
-                or parent.get(DeviceId(other)) == id
-                or parent.get(DeviceId(id)) == other
+                other == id or parent.get(other) == id or parent.get(id) == other
                 for _, other in strays
             )
 
@@ -329,12 +246,11 @@ class World:
             self.no_device_twice()
             time.sleep(0.01)
 
-    def all_well(self) -> None:
+    def ends_well(self) -> None:
         for name in list(self.pods):
             self.kubelet.remove(name)
         self.pods = {}
-        self.plugged = set(range(8))
-        self.lost, self.sick, self.cordoned, self.cut = set(), set(), set(), {}
+        self.all_well()
         self.plugin.withhold({})
         self.look()
         self.nothing_lost()
@@ -347,8 +263,7 @@ class World:
         return (
             f"{problem}\nseed {self.seed}, after {len(self.told)} steps, the last "
             f"{self.told[-12:]}\n"
-            f"plugged {self.plugged} lost {self.lost} sick {self.sick} cordoned {self.cordoned} "
-            f"cut {self.cut} by_group {self.by_group}\nheld {self.held()}"
+            f"{self} by_group {self.by_group}\nheld {self.held()}"
         )
 
 
@@ -384,6 +299,6 @@ def test_no_device_is_handed_out_twice_and_none_is_lost(
     for number in range(steps):
         world.step(number)
     world.nothing_lost()
-    world.all_well()
+    world.ends_well()
     assert world.counts["admitted"] > steps / 20
     assert world.counts["moved"]
