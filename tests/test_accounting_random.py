@@ -6,7 +6,8 @@ that asks for all that a zone has left, and rejects one that asks for more.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,20 @@ class World:
         for resource, devices in self.some_devices().items():
             self.node.plug(resource, devices, ours=resource == generated.GPU)
 
-    def close(self) -> None:
-        self.node.close()
-        self.node.kubelet.close()
+    @contextmanager
+    def lives(self, seed: object) -> Iterator[None]:
+        """Closes the node, tells of what has failed, and takes a kubelet that cannot start with
+        what it has for its end."""
+        try:
+            yield
+        except CannotStart:
+            pass
+        except BaseException as error:
+            error.add_note("\n".join([f"seed {seed}", *self.log, self.node.files()]))
+            raise
+        finally:
+            self.node.close()
+            self.node.kubelet.close()
 
     def a_machine(self) -> list[Json]:
         return generated.machine(self.chance)
@@ -270,7 +282,7 @@ def is_native(name: str) -> bool:
 
 def run(program: Path, seed: int, steps: int) -> None:
     world = World(program, random.Random(seed))
-    try:
+    with world.lives(seed):
         world.check()
         for _ in range(steps):
             world.step()
@@ -278,13 +290,6 @@ def run(program: Path, seed: int, steps: int) -> None:
             if world.chance.random() < PROBES:
                 world.probe()
         world.probe()
-    except CannotStart:
-        pass
-    except BaseException as error:
-        error.add_note("\n".join([f"seed {seed}", *world.log, world.node.files()]))
-        raise
-    finally:
-        world.close()
 
 
 @pytest.mark.parametrize("release", ["kubelet", "kubelet136"])

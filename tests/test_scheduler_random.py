@@ -29,7 +29,7 @@ from tests.observed import observe
 from tests.real_kubelet import Admission, Json
 from tests.recount import memory_nodes
 from tests.scheduling import kubelet_machine
-from tests.test_accounting_random import CannotStart, World
+from tests.test_accounting_random import World
 from tests.topology_match import Seen, first, places, seen, why
 
 STEPS = 40
@@ -249,16 +249,9 @@ class Judged(World):
 def run(program: Path, seed: str, steps: int) -> Counter[str]:
     """What the differences come from, and how many pods were agreed about."""
     world = Judged(program, Random(seed))
-    try:
+    with world.lives(seed):
         for _ in range(steps):
             world.step()
-    except CannotStart:
-        pass
-    except BaseException as error:
-        error.add_note("\n".join([f"seed {seed}", *world.log, world.node.files()]))
-        raise
-    finally:
-        world.close()
     return world.tally
 
 
