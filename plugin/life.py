@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,26 +22,18 @@ from plugin.held import Container, Held, nic_holders, nic_use
 from plugin.moving import Listed, offers, pairs, settled, twice_held
 from plugin.nccl import write_topology
 from plugin.pod_resources import PodResources
-from plugin.registration import KUBELET_SOCKET, Registration, Signature, signature
+from plugin.registration import KUBELET_SOCKET, Registration, Signature
 from plugin.service import Resource, Tables
 from plugin.specs import Specs, Wanted, check_start
+from plugin.unheard import CHECKPOINT, Unheard
 from rte.graph.build import Graph, build
 from rte.graph.parts import Sharing
-from rte.kubelet.usage import (
-    COME_BACK_S,
-    KubeletError,
-    claimed,
-    read_allocatable,
-    read_usage,
-    target,
-)
+from rte.kubelet.usage import KubeletError, claimed, read_allocatable, read_usage, target
 from rte.kubelet.watch import FileWatch, watch
 from rte.model import DeviceId, Faults, Machine, PciAddress, PodName, Usage
 
 log = logging.getLogger(__name__)
 
-# The kubelet writes it at each change of what devices are held: time to ask PodResources.
-CHECKPOINT = "kubelet_internal_checkpoint"
 USAGE_POLL_S = 10.0
 USAGE_SOON_S = 1.0  # while a pod is being admitted
 TOLD_POLLS = 1.5  # of these times, before PodResources is asked though somebody else should have
@@ -138,8 +130,9 @@ class DevicePlugin:
         self._join_s = 0.0 if options.pod_resources is None else JOINED_WITHIN_S
         self._holders: Mapping[Listed, tuple[PodName, ...]] = {}
         """Who holds what, ours or not: a GPU that a pod holds may be plugged in only later."""
-        self._shown: set[Listed] = set()  # what the kubelet of this socket has listed
-        self._shown_by: Signature | None = None
+        self._unheard = Unheard(
+            pod_resources=options.pod_resources, checkpoint=options.plugin_dir / CHECKPOINT
+        )
         self._used: Mapping[Listed, tuple[PodName, ...]] = {}  # what of that is ours
         self._wanted: frozenset[Listed] = frozenset()  # what would be listed if nothing had to wait
         self._leaving: dict[Listed, float] = {}  # not offered now, since when (monotonic seconds)
@@ -274,35 +267,12 @@ class DevicePlugin:
         self.held.listed(ids, asked=asked, nics=use)
         self.decisions.join(usage, asked=asked)
         listed = _holders(usage)
-        self._holders = {**dict.fromkeys(self._not_heard_of(listed), ()), **listed}
+        self._holders = {**dict.fromkeys(self._unheard.beside(listed), ()), **listed}
         self._used = self._held_of_ours()
         self._usage_seen = True
         self._follow_use()
         self._say_what_waits()
         self._judge(twice_held(self._used))
-
-    def _not_heard_of(self, listed: Collection[Listed]) -> frozenset[Listed]:
-        """What has been handed out, of pods that a kubelet which has just started is yet to hear
-        of: until then it does not list them, but keeps what they have."""
-        if self.options.pod_resources is None:
-            return frozenset()
-        socket = signature(self.options.pod_resources)
-        if socket != self._shown_by:
-            self._shown, self._shown_by = set(), socket
-        self._shown.update(listed)
-        if socket is None or not 0 <= time.time() - socket[2] / 1e9 < COME_BACK_S:
-            return frozenset()
-        return self._handed_out() - self._shown
-
-    def _handed_out(self) -> frozenset[Listed]:
-        """What the kubelet's checkpoint has, also of pods that ended since it was written."""
-        from rte.kubelet.state import StateFileError, read_devices  # noqa: PLC0415 - seldom; memory
-
-        try:
-            found = read_devices(self.options.plugin_dir / CHECKPOINT).held.values()
-        except StateFileError:
-            return frozenset()
-        return frozenset(Listed(*pair) for pairs in found for pair in pairs)
 
     def _judge(self, twice: Mapping[DeviceId, tuple[PodName, ...]]) -> None:
         """Count and tell each device that is newly found with several pods."""
@@ -689,7 +659,7 @@ class DevicePlugin:
         """Until there is a list: what a pod has under another name must not be in ours."""
         with self._lock:
             if not self._usage_seen:
-                self._holders = dict.fromkeys(self._handed_out(), ())
+                self._holders = dict.fromkeys(self._unheard.handed_out(), ())
                 self._used = self._held_of_ours()
                 self._follow_use()
 

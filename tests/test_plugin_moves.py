@@ -18,8 +18,9 @@ import pytest
 
 from plugin.allocation import CannotAllocate
 from plugin.devices import Advertising, MigStrategy
-from plugin.life import CHECKPOINT, DevicePlugin, Options
+from plugin.life import DevicePlugin, Options
 from plugin.pod_resources import PodResources
+from plugin.unheard import CHECKPOINT
 from rte.graph.build import Graph, build
 from rte.kubelet.usage import COME_BACK_S
 from rte.model import (
